@@ -1,0 +1,564 @@
+"""SQLite 3.24 and newer in WAL mode with synchronous=FULL: the verbs in full, in the order of ``dialect.Dialect``.
+
+There is one writer at a time, so the rule of D13 becomes simple: every verb runs inside BEGIN IMMEDIATE, reads the clock
+after that lock is held, and uses it as a parameter. No row can change in between, so nothing here answers "busy".
+No RETURNING (it needs 3.35, and a cursor that is not drained makes COMMIT fail).
+
+Waiting for the write lock is ours: SQLite's busy_timeout backs off so far that 5 of 8 writers got one transaction in four
+seconds. Our connections use timeout 0 and try BEGIN IMMEDIATE again every 0.5 to 2 ms.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sqlite3
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import sqlalchemy
+from sqlalchemy.dialects.sqlite import pysqlite
+
+from dbqueue.clock import SQLITE_NOW, Clock
+from dbqueue.database.dialect import OwnSession, Row, Session
+from dbqueue.database.tables import (
+    CLAIMED_COLUMNS,
+    FINISHED_COLUMNS,
+    JOB_COLUMNS,
+    Changed,
+    ClaimedRow,
+    ClaimRequest,
+    Due,
+    Enqueued,
+    Fact,
+    Held,
+    Names,
+    NewJob,
+    Settlement,
+    Turn,
+    TurnResult,
+)
+from dbqueue.errors import (
+    ConfigError,
+    ConnectionLost,
+    DatabaseBusy,
+    DatabaseError,
+    DifferentDatabase,
+    KeyTaken,
+    QueueError,
+    SchemaMissing,
+    TransactionTooOld,
+)
+from dbqueue.ids import as_bytes
+from dbqueue.states import Kind, State
+
+LOCK_PATIENCE = 10.0
+"""Seconds that our own transactions try for the write lock before they raise DatabaseBusy."""
+
+_NEW_COLUMNS = (
+    "id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, "
+    "on_crash, source, sequence, created_at, updated_at"
+)
+
+# The first statement in a caller's transaction must be a write: a read first would take a snapshot that a later write may
+# find too old. So the check that this is the queue's own database stands inside the insert.
+ENQUEUE = f"""
+INSERT INTO {{jobs}} ({_NEW_COLUMNS})
+SELECT :id, :task_id, :target, :fingerprint, :payload, :key, :queue, :priority, 0, COALESCE(:run_at, now + :delay),
+  CASE WHEN COALESCE(:run_at, now + :delay) <= now THEN now END,
+  :max_attempts, :timeout_ms, :on_crash, :source, :sequence, now, now
+FROM (SELECT {SQLITE_NOW} + :offset AS now)
+WHERE :database_id IS NULL OR EXISTS (SELECT 1 FROM {{meta}} WHERE name = 'database_id' AND value = :database_id)
+ON CONFLICT (target, key) WHERE key IS NOT NULL AND state IN (0, 1, 3) DO NOTHING
+"""
+
+KEY_HOLDER = "SELECT id FROM {jobs} WHERE target = :target AND key = :key AND key IS NOT NULL AND state IN (0, 1, 3)"
+
+EXISTS = "SELECT 1 FROM {jobs} WHERE id = :id UNION ALL SELECT 1 FROM {finished} WHERE id = :id LIMIT 1"
+
+NOW = f"SELECT {SQLITE_NOW} + :offset"
+
+CLAIM_LOOK = """
+SELECT id, task_id, target, fingerprint, payload, key, queue, priority, attempt + 1, lapses, max_attempts, timeout_ms, on_crash, ready_at
+FROM {jobs} WHERE queue = :queue AND ready_at IS NOT NULL ORDER BY priority, ready_at, id LIMIT :limit
+"""
+
+CLAIM_TAKE = """
+UPDATE {jobs} SET state = 1, attempt = attempt + 1, token = :token, worker = :worker, lease_until = :lease_until, ready_at = NULL,
+  started_at = :now, updated_at = :now WHERE id = :id AND ready_at IS NOT NULL
+"""
+
+_MOVED = ", ".join(name for name in FINISHED_COLUMNS if name not in ("state", "finished_at", "payload", "error_kind", "error_summary"))
+
+_FINISH = f"""
+INSERT INTO {{finished}} ({_MOVED}, payload, error_kind, error_summary, state, finished_at)
+SELECT {_MOVED}, CASE WHEN :keep THEN payload END, :kind, :summary, :state, :now FROM {{jobs}}
+"""
+FINISH = _FINISH + "WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now"
+
+REMOVE = "DELETE FROM {jobs} WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now"
+
+PUT_BACK = """
+UPDATE {jobs} SET state = :state, token = NULL, lease_until = NULL, attempt = attempt - :refund,
+  error_kind = COALESCE(:kind, error_kind), error_summary = CASE WHEN :kind IS NULL THEN error_summary ELSE :summary END,
+  run_at = CASE WHEN :state = 0 AND :refund = 0 THEN :now + :delay ELSE run_at END,
+  ready_at = CASE WHEN :state = 0 AND :delay = 0 THEN :now END, updated_at = :now
+WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now
+"""
+
+ALREADY = "SELECT 1 FROM {finished} WHERE id = :id AND token = :token"
+
+RENEW = "UPDATE {jobs} SET lease_until = :until, updated_at = :now WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now"
+
+PROBE = "SELECT 1 FROM {jobs} WHERE queue = :queue AND ready_at IS NOT NULL LIMIT 1"
+
+RELEASE_UNKNOWN = """
+UPDATE {jobs} SET state = 0, token = NULL, lease_until = NULL, attempt = attempt - 1, ready_at = :now, updated_at = :now
+WHERE state = 1 AND worker = :worker AND id = :id
+"""
+RUNNING_OF = "SELECT id FROM {jobs} WHERE state = 1 AND worker = :worker"
+
+ANY_DUE = f"""
+SELECT now, EXISTS (SELECT 1 FROM {{jobs}} WHERE state = 0 AND ready_at IS NULL AND run_at <= now),
+  EXISTS (SELECT 1 FROM {{jobs}} WHERE state = 1 AND lease_until <= now),
+  (SELECT min(run_at) FROM {{jobs}} WHERE state = 0 AND ready_at IS NULL), (SELECT min(lease_until) FROM {{jobs}} WHERE state = 1)
+FROM (SELECT {SQLITE_NOW} + :offset AS now)
+"""
+
+PROMOTE = """
+UPDATE {jobs} SET ready_at = :now, updated_at = :now WHERE id IN (
+  SELECT id FROM {jobs} WHERE state = 0 AND ready_at IS NULL AND run_at <= :now ORDER BY run_at, id LIMIT :limit)
+  AND state = 0 AND ready_at IS NULL
+"""
+
+EXPIRED = """
+SELECT id, CASE WHEN on_crash = 1 THEN 3 WHEN on_crash = 2 OR attempt >= max_attempts THEN 6 ELSE 0 END
+FROM {jobs} WHERE state = 1 AND lease_until <= :now ORDER BY lease_until LIMIT :limit
+"""
+EXPIRE_BACK = """
+UPDATE {jobs} SET state = :state, token = NULL, lease_until = NULL, lapses = lapses + 1, error_kind = 'crashed', error_summary = NULL,
+  ready_at = CASE WHEN :state = 0 THEN :now END, updated_at = :now WHERE id = :id
+"""
+EXPIRE_LAPSE = "UPDATE {jobs} SET lapses = lapses + 1 WHERE id = :id"
+
+_MOVE_BY_ID = _FINISH + "WHERE id = :id"
+DELETE_BY_ID = "DELETE FROM {jobs} WHERE id = :id"
+
+PRUNE = """
+DELETE FROM {finished} WHERE rowid IN (SELECT rowid FROM {finished} WHERE state = :state AND finished_at < :before ORDER BY finished_at LIMIT :limit)
+"""
+
+# In a caller's transaction the first statement must be a write (see ENQUEUE); this one changes nothing.
+TAKE_LOCK = "UPDATE {jobs} SET updated_at = updated_at WHERE id = :id"
+FOUND_UNFINISHED = "SELECT state, updated_at, queue FROM {jobs} WHERE id = :id"
+FOUND_FINISHED = "SELECT state, finished_at, payload IS NOT NULL, key, target FROM {finished} WHERE id = :id ORDER BY finished_at DESC LIMIT 1"
+
+# For a verb by hand: the move keeps what the row said about its error.
+MOVE_AS_IT_IS = f"""
+INSERT INTO {{finished}} ({_MOVED}, payload, error_kind, error_summary, state, finished_at)
+SELECT {_MOVED}, payload, error_kind, error_summary, :state, :now FROM {{jobs}} WHERE id = :id
+"""
+
+_BACK = ", ".join(name for name in JOB_COLUMNS if name not in (
+    "state", "attempt", "lapses", "run_at", "ready_at", "token", "worker", "lease_until", "started_at", "updated_at",
+))  # fmt: skip
+REVIVE = f"""
+INSERT INTO {{jobs}} ({_BACK}, state, attempt, lapses, run_at, ready_at, updated_at)
+SELECT {_BACK}, 0, 0, 0, :now, :now, :now FROM {{finished}} WHERE id = :id AND finished_at = :finished_at
+ON CONFLICT DO NOTHING
+"""
+FORGET = "DELETE FROM {finished} WHERE id = :id AND finished_at = :finished_at"
+UNBLOCK = """
+UPDATE {jobs} SET state = 0, run_at = :now, ready_at = :now, updated_at = :now,
+  attempt = CASE WHEN attempt >= max_attempts THEN 0 ELSE attempt END
+WHERE id = :id AND state = 2 AND NOT EXISTS (SELECT 1 FROM {jobs} k
+  WHERE k.target = {jobs}.target AND k.key = {jobs}.key AND k.key IS NOT NULL AND k.state IN (0, 1, 3))
+"""
+
+_BUSY, _LOCKED, _SNAPSHOT = 5, 6, 517
+# I/O error, full disk, cannot open, not a database yet, read-only: another try, on a new connection, may succeed.
+_CONNECTION_CODES = {8, 10, 13, 14}
+
+
+class SqliteSession:
+    """One of dbqueue's own connections; outside a transaction each statement commits by itself."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+        self.changed = 0
+        self._cursor = connection.cursor()
+
+    def execute(self, statement: str, params: Any = None) -> list[Row]:
+        cursor = self._cursor.execute(statement, params or {})
+        self.changed = cursor.rowcount
+        return cursor.fetchall()
+
+    def execute_all(self, statement: str, params: Sequence[Any]) -> int:
+        """Runs the statement once for each set of parameters; returns the sum of the row counts."""
+        return self._cursor.executemany(statement, params).rowcount
+
+    def begin(self, deadline: float | None = None) -> None:
+        """Takes the write lock; ``deadline`` is a time of time.monotonic()."""
+        until = time.monotonic() + LOCK_PATIENCE if deadline is None else deadline
+        while True:
+            try:
+                self._cursor.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if primary_code(error) not in (_BUSY, _LOCKED) or time.monotonic() >= until:
+                    raise
+            time.sleep(random.uniform(0.0005, 0.002))
+
+    def commit(self) -> None:
+        self._cursor.execute("COMMIT")
+
+    def rollback(self) -> None:
+        if self.connection.in_transaction:
+            self._cursor.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Sqlite:
+    name: ClassVar[str] = "sqlite"
+    listens: ClassVar[bool] = False
+
+    def __init__(self, url: sqlalchemy.URL, names: Names, clock: Clock, *, keep: bool = False) -> None:
+        self.url, self.names, self.clock, self.keep = url, names, clock, keep
+        self.path = check_path(url)
+        self._sqlalchemy = pysqlite.dialect(paramstyle="named")
+        self._texts: dict[str, str] = {}
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def connect(self, url: sqlalchemy.URL | None = None) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, timeout=0, isolation_level=None, check_same_thread=False, cached_statements=256
+        )
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        until = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                if connection.execute("PRAGMA journal_mode=WAL").fetchone()[0] != "wal":
+                    raise ConfigError(
+                        "this SQLite database cannot use write-ahead logging (a network or read-only file system?); "
+                        "dbqueue needs it: put the file on a local disk"
+                    )
+                break
+            except sqlite3.OperationalError as error:  # another process switches it, or recovers, at this moment
+                if primary_code(error) not in (_BUSY, _LOCKED) or time.monotonic() >= until:
+                    raise
+            time.sleep(random.uniform(0.001, 0.005))
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA foreign_keys=OFF")
+
+    def session(self, driver_connection: sqlite3.Connection) -> SqliteSession:
+        return SqliteSession(driver_connection)
+
+    def classify(self, error: BaseException) -> type[QueueError] | None:
+        """Which of our errors a driver's error is; None: not an error of the database."""
+        if not isinstance(error, sqlite3.Error):
+            return None
+        if isinstance(error, sqlite3.IntegrityError):
+            return KeyTaken if "UNIQUE" in str(error) else DatabaseError
+        if getattr(error, "sqlite_errorcode", None) == _SNAPSHOT:
+            return TransactionTooOld
+        code = primary_code(error)
+        if code in (_BUSY, _LOCKED):
+            return DatabaseBusy
+        if code in _CONNECTION_CODES:
+            return ConnectionLost
+        return SchemaMissing if "no such table" in str(error) else DatabaseError
+
+    def bind_id(self, value: bytes) -> bytes:
+        return value
+
+    def now(self, session: Session) -> int:
+        return int(session.execute(NOW, {"offset": self.clock.offset})[0][0])
+
+    def compile(self, core_statement: Any) -> tuple[str, dict[str, Any]]:
+        compiled = core_statement.compile(dialect=self._sqlalchemy, compile_kwargs={"render_postcompile": True})
+        return str(compiled), dict(compiled.params)
+
+    def _text(self, template: str) -> str:
+        return self._texts.get(template) or self._texts.setdefault(template, self.names.fill(template))
+
+    # -- schema ------------------------------------------------------------------------------------------------------
+
+    def lock_schema(self, session: Session) -> None:
+        """BEGIN IMMEDIATE has locked the file already."""
+
+    def schema_version(self, session: Session) -> int | None:
+        table = f"{self.names.prefix}migrations"
+        if not session.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = :name", {"name": table}):
+            return None
+        return int(session.execute(self._text("SELECT COALESCE(max(version), 0) FROM {migrations}"))[0][0])
+
+    def run_script(self, session: OwnSession, script: str) -> None:
+        """executescript would commit the transaction first, so SQLite itself tells where a statement ends."""
+        statement = ""
+        for line in script.splitlines(keepends=True):
+            statement += line
+            if sqlite3.complete_statement(statement):
+                session.execute(statement)
+                statement = ""
+        if re.sub(r"--[^\n]*|\s", "", statement):
+            raise ValueError("the script's last statement is not complete")
+
+    def database_id(self, session: Session) -> str | None:
+        table = f"{self.names.prefix}meta"
+        if not session.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = :name", {"name": table}):
+            return None
+        rows = session.execute(self._text("SELECT value FROM {meta} WHERE name = 'database_id'"))
+        return rows[0][0] if rows else None
+
+    # -- producers ---------------------------------------------------------------------------------------------------
+
+    def enqueue(self, session: Session, job: NewJob, database_id: str | None = None) -> Enqueued:
+        params = {
+            "id": job.id, "task_id": job.task_id, "target": job.target, "fingerprint": job.fingerprint, "payload": job.payload,
+            "key": job.key, "queue": job.queue, "priority": job.priority, "run_at": job.run_at, "delay": job.delay,
+            "max_attempts": job.max_attempts, "timeout_ms": job.timeout_ms, "on_crash": int(job.on_crash), "source": job.source,
+            "sequence": job.sequence, "offset": self.clock.offset, "database_id": database_id,
+        }  # fmt: skip
+        # Without a transaction around (own connections, single statement) the holder may end between insert and look.
+        for _ in range(20):
+            session.execute(self._text(ENQUEUE), params)
+            if session.changed == 1:
+                return Enqueued(job.id, False)
+            holder = session.execute(self._text(KEY_HOLDER), {"target": job.target, "key": job.key})
+            if holder:
+                return Enqueued(as_bytes(holder[0][0]), True)
+            if job.key is None:
+                raise DifferentDatabase(different_database())
+        raise DifferentDatabase(different_database()) if database_id else DatabaseBusy("the job's key kept changing hands")
+
+    def enqueue_many(self, session: Session, jobs: Sequence[NewJob], database_id: str | None = None) -> list[Enqueued]:
+        return [self.enqueue(session, job, database_id) for job in jobs]
+
+    def exists(self, session: Session, job_id: bytes) -> bool:
+        return bool(session.execute(self._text(EXISTS), {"id": job_id}))
+
+    # -- executors ---------------------------------------------------------------------------------------------------
+
+    def turn(self, session: OwnSession, turn: Turn) -> TurnResult:
+        """Settle, renew, claim in one transaction. It tries for the write lock a quarter of the lease at most: what was not
+        settled or renewed is asked again in the next turn."""
+        assert isinstance(session, SqliteSession)
+        patience = min(LOCK_PATIENCE, (turn.lease or 4_000_000) / 4_000_000)
+        session.begin(time.monotonic() + patience)
+        try:
+            result = TurnResult(now=self.now(session))
+            if turn.settlements:
+                result.settled = self.settle(session, turn.settlements)
+            if turn.renewals:
+                result.renewed = self.renew(session, turn.renewals, turn.lease)
+            if turn.claim is not None and turn.claim.limit > 0:
+                result.claimed = self._claim(session, turn.claim)
+            session.commit()
+        except BaseException:
+            session.rollback()
+            raise
+        return result
+
+    def _claim(self, session: SqliteSession, claim: ClaimRequest) -> list[ClaimedRow]:
+        now = self.now(session)
+        until, rows = now + claim.lease, []
+        for queue in claim.queues:
+            left = claim.limit - len(rows)
+            if left > 0:
+                rows += session.execute(self._text(CLAIM_LOOK), {"queue": queue, "limit": left})
+        common = {"token": claim.token, "worker": claim.worker, "lease_until": until, "now": now}
+        session.execute_all(self._text(CLAIM_TAKE), [common | {"id": row[0]} for row in rows])
+        return [
+            ClaimedRow(id=row[0], token=claim.token, ready_at=row[13], lease_until=until, **dict(zip(_LOOK, row[1:13], strict=True)))
+            for row in rows
+        ]
+
+    def settle(self, session: Session, settlements: Sequence[Settlement]) -> list[Fact]:
+        now = self.now(session)
+        ends = [self._end(s, now) for s in settlements if s.state.finished]
+        if ends and isinstance(session, SqliteSession):
+            whole = session.execute_all(self._text(FINISH), ends) == len(ends)
+            if whole and len(ends) == len(settlements):
+                session.execute_all(self._text(REMOVE), [{k: end[k] for k in ("id", "token", "now")} for end in ends])
+                return [Fact.DONE] * len(settlements)
+        else:
+            for end in ends:
+                session.execute(self._text(FINISH), end)
+        return [self._fact(session, s, now) for s in settlements]
+
+    def _end(self, s: Settlement, now: int) -> dict[str, Any]:
+        return {
+            "id": s.id, "token": s.token, "state": int(s.state), "kind": s.kind and s.kind.value, "summary": s.summary, "now": now,
+            "keep": self.keep or s.state not in (State.SUCCEEDED, State.ACKED),
+        }  # fmt: skip
+
+    def _fact(self, session: Session, s: Settlement, now: int) -> Fact:
+        """Removes or puts back one job. FINISH and REMOVE test the same row at the same instant under the same lock, so a row
+        that was copied is exactly a row that is removed."""
+        same = {"id": s.id, "token": s.token}
+        if s.state.finished:
+            session.execute(self._text(REMOVE), same | {"now": now})
+        else:
+            session.execute(self._text(PUT_BACK), same | {
+                "state": int(s.state), "kind": s.kind and s.kind.value, "summary": s.summary, "now": now, "delay": s.delay,
+                "refund": int(s.refund),
+            })  # fmt: skip
+        if session.changed == 1:
+            return Fact.AGAIN if s.state is State.PENDING else Fact.DONE
+        return Fact.ALREADY if session.execute(self._text(ALREADY), same) else Fact.LOST
+
+    def renew(self, session: Session, held: Sequence[Held], lease: int) -> list[Fact]:
+        now, facts = self.now(session), []
+        for claim in held:
+            session.execute(self._text(RENEW), {"id": claim.id, "token": claim.token, "now": now, "until": now + lease})
+            facts.append(Fact.RENEWED if session.changed == 1 else Fact.LOST)
+        return facts
+
+    def probe(self, session: OwnSession, queues: tuple[str, ...]) -> bool:
+        return any(session.execute(self._text(PROBE), {"queue": queue}) for queue in queues)
+
+    def release_unknown(self, session: OwnSession, worker: str, known: Sequence[bytes]) -> int:
+        session.begin()
+        try:
+            now, kept = self.now(session), set(known)
+            mine = [row[0] for row in session.execute(self._text(RUNNING_OF), {"worker": worker})]
+            lost = [{"id": job_id, "worker": worker, "now": now} for job_id in mine if job_id not in kept]
+            released = session.execute_all(self._text(RELEASE_UNKNOWN), lost) if lost else 0
+            session.commit()
+        except BaseException:
+            session.rollback()
+            raise
+        return released
+
+    # -- upkeep ------------------------------------------------------------------------------------------------------
+
+    def upkeep(self, session: OwnSession, limit: int, queues: tuple[str, ...]) -> Due:
+        """A read first: idle workers must not fight for the write lock. Writes only when something is due."""
+        assert isinstance(session, SqliteSession)
+        promoted = again = dead = unknown = 0
+        row = session.execute(self._text(ANY_DUE), {"offset": self.clock.offset})[0]
+        if row[1] or row[2]:
+            session.begin()
+            try:
+                now = self.now(session)
+                session.execute(self._text(PROMOTE), {"now": now, "limit": limit})
+                promoted = session.changed
+                again, dead, unknown = self._expire(session, now, limit)
+                session.commit()
+            except BaseException:
+                session.rollback()
+                raise
+            row = session.execute(self._text(ANY_DUE), {"offset": self.clock.offset})[0]
+        return Due(row[0], promoted, again, dead, unknown, row[3], row[4])
+
+    def _expire(self, session: SqliteSession, now: int, limit: int) -> tuple[int, int, int]:
+        counts = {State.PENDING: 0, State.DEAD: 0, State.UNKNOWN: 0}
+        for job_id, following in session.execute(self._text(EXPIRED), {"now": now, "limit": limit}):
+            state = State(following)
+            counts[state] += 1
+            if state is State.DEAD:
+                session.execute(self._text(EXPIRE_LAPSE), {"id": job_id})
+                session.execute(self._text(_MOVE_BY_ID), {
+                    "id": job_id, "state": int(state), "now": now, "keep": True, "kind": Kind.CRASHED.value, "summary": None,
+                })  # fmt: skip
+                session.execute(self._text(DELETE_BY_ID), {"id": job_id})
+            else:
+                session.execute(self._text(EXPIRE_BACK), {"id": job_id, "state": int(state), "now": now})
+        return counts[State.PENDING], counts[State.DEAD], counts[State.UNKNOWN]
+
+    def prune(self, session: Session, states: Sequence[State], before: int, limit: int) -> int:
+        total = 0
+        for state in states:
+            session.execute(self._text(PRUNE), {"state": int(state), "before": before, "limit": limit})
+            total += session.changed
+        return total
+
+    # -- by hand -----------------------------------------------------------------------------------------------------
+
+    def cancel(self, session: Session, job_id: bytes) -> Changed:
+        now, found, _ = self._found(session, job_id)
+        if found not in (State.PENDING, State.RUNNING, State.BLOCKED):
+            return Changed(found, False)
+        self._move(session, job_id, State.CANCELLED, now)
+        return Changed(found, True)
+
+    def retry(self, session: Session, job_id: bytes) -> Changed:
+        now, found, row = self._found(session, job_id)
+        if found is State.BLOCKED:
+            session.execute(self._text(UNBLOCK), {"id": job_id, "now": now})
+            return Changed(found, session.changed == 1, None if session.changed == 1 else "key")
+        if found not in (State.SUCCEEDED, State.ACKED, State.DEAD, State.CANCELLED):
+            return Changed(found, False)
+        if not row[2]:
+            return Changed(found, False, "payload")
+        same = {"id": job_id, "finished_at": row[1]}
+        session.execute(self._text(REVIVE), same | {"now": now})
+        if session.changed != 1:
+            return Changed(found, False, "key")
+        session.execute(self._text(FORGET), same)
+        return Changed(found, True)
+
+    def resolve(self, session: Session, job_id: bytes, state: State, expected_updated_at: int) -> Changed:
+        now, found, row = self._found(session, job_id)
+        if found is not State.UNKNOWN:
+            return Changed(found, False)
+        if row[1] != expected_updated_at:
+            return Changed(found, False, "stale")
+        self._move(session, job_id, state, now)
+        return Changed(found, True)
+
+    def _move(self, session: Session, job_id: bytes, state: State, now: int) -> None:
+        session.execute(self._text(MOVE_AS_IT_IS), {"id": job_id, "state": int(state), "now": now})
+        session.execute(self._text(DELETE_BY_ID), {"id": job_id})
+
+    def _found(self, session: Session, job_id: bytes) -> tuple[int, State | None, Row]:
+        session.execute(self._text(TAKE_LOCK), {"id": job_id})
+        now = self.now(session)
+        rows = session.execute(self._text(FOUND_UNFINISHED), {"id": job_id}) or session.execute(
+            self._text(FOUND_FINISHED), {"id": job_id}
+        )
+        return (now, State(rows[0][0]), rows[0]) if rows else (now, None, ())
+
+
+_LOOK = (*(name for name in CLAIMED_COLUMNS if name not in ("id", "lease_until")),)
+
+
+def primary_code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code; Python 3.10 does not give it, so there the message has to tell."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return int(code) & 0xFF
+    texts = {"locked": _BUSY, "disk I/O": 10, "is full": 13, "unable to open": 14, "readonly": 8}
+    return next((number for text, number in texts.items() if text in str(error)), 1)
+
+
+def check_path(url: sqlalchemy.URL) -> str:
+    """The file of a sqlite:/// URL. Memory databases are refused: each connection would see its own, and a shared cache
+    answers SQLITE_LOCKED at once, whatever the timeout."""
+    path = url.database or ""
+    if not path or ":memory:" in path or url.query.get("mode") == "memory" or path.startswith("file:"):
+        raise ConfigError(
+            "the SQLite URL must name a file (sqlite:///app.db, or sqlite:////absolute/path.db); a database in memory or a "
+            "file: URI cannot be shared with workers"
+        )
+    if url.query:
+        raise ConfigError(f"the SQLite URL has options that dbqueue does not know: {', '.join(sorted(url.query))}")
+    return path
+
+
+def different_database() -> str:
+    return (
+        "the connection given to using(...) leads to another database than the queue's, or dbqueue's tables there are not this "
+        "queue's; job and business row could not commit together. Use a queue on the same database"
+    )

@@ -1,0 +1,230 @@
+"""The tables, and the shapes that go into the verbs and come out of them.
+
+Both dialects keep the same columns (their DDL is in ``migrations/``); the SQLAlchemy tables here serve the statements that
+every database runs alike, which ``views`` writes in Core and compiles once per dialect.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, SmallInteger, Table, Text
+
+from dbqueue.states import Kind, OnCrash, State
+
+SCHEMA_VERSION = 1
+"""The newest migration that this code knows."""
+
+POLICY_COLUMNS = ("max_attempts", "timeout_ms", "on_crash")
+_BOTH = (
+    "id", "task_id", "target", "fingerprint", "payload", "key", "queue", "priority", "state", "run_at", "attempt", "lapses",
+    "max_attempts", "timeout_ms", "on_crash", "token", "worker", "error_kind", "error_summary", "source", "sequence",
+    "created_at", "started_at",
+)  # fmt: skip
+JOB_COLUMNS = (*_BOTH, "ready_at", "lease_until", "updated_at")
+FINISHED_COLUMNS = (*_BOTH, "finished_at")
+
+_BINARY = {"id", "token", "fingerprint", "payload"}
+_SMALL = {"priority", "state", "on_crash", "attempt", "lapses", "max_attempts", "timeout_ms"}
+_INSTANTS = {"run_at", "ready_at", "lease_until", "created_at", "started_at", "updated_at", "finished_at", "sequence"}
+
+BEST_PRIORITY, WORST_PRIORITY, DEFAULT_PRIORITY = 9, 0, 0
+
+
+def stored_priority(priority: int) -> int:
+    """Callers say 0 to 9, larger first, as AMQP does; the index wants smaller first."""
+    return BEST_PRIORITY - priority
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where the tables live: ``schema`` exists on PostgreSQL only. Both parts are checked identifiers."""
+
+    prefix: str = "dbqueue_"
+    schema: str | None = None
+
+    def __post_init__(self) -> None:
+        for part in (self.prefix, self.schema):
+            # They are written into statement texts: nothing but a plain identifier may come this far.
+            if part is not None and not re.fullmatch(r"[a-z_][a-z0-9_]{0,30}", part):
+                raise ValueError("a table prefix or schema must be a plain lower-case identifier")
+
+    def qualified(self, name: str) -> str:
+        own = f'"{self.prefix}{name}"'
+        return own if self.schema is None else f'"{self.schema}".{own}'
+
+    def fill(self, template: str) -> str:
+        """Writes the names into a statement; ``replace`` and not ``format``, since SQL may hold braces of its own."""
+        for name in ("jobs", "finished", "meta", "migrations", "view"):
+            template = template.replace("{" + name + "}", self.qualified("all_jobs" if name == "view" else name))
+        return template.replace("{prefix}", self.prefix).replace("{schema}", self.schema or "")
+
+    @property
+    def salt(self) -> str:
+        """What makes the advisory keys and channels of two installations in one database differ."""
+        return f"{self.schema or ''}.{self.prefix}"
+
+    @cached_property
+    def tables(self) -> tuple[Table, Table]:
+        meta = MetaData(schema=self.schema)
+        return (
+            Table(f"{self.prefix}jobs", meta, *(_column(name) for name in JOB_COLUMNS)),
+            Table(f"{self.prefix}finished", meta, *(_column(name) for name in FINISHED_COLUMNS)),
+        )
+
+
+def _column(name: str) -> Column[object]:
+    kind = (
+        LargeBinary if name in _BINARY else SmallInteger if name == "priority" else Integer if name in _SMALL
+        else BigInteger if name in _INSTANTS else Text
+    )  # fmt: skip
+    return Column(name, kind())
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """What enqueue writes. ``run_at`` is an instant; without it the job is due ``delay`` microseconds after the database's now."""
+
+    id: bytes
+    target: str
+    queue: str
+    payload: bytes
+    max_attempts: int
+    priority: int = stored_priority(DEFAULT_PRIORITY)
+    key: str | None = None
+    fingerprint: bytes | None = None
+    timeout_ms: int | None = None
+    on_crash: OnCrash = OnCrash.RETRY
+    run_at: int | None = None
+    delay: int = 0
+    task_id: str | None = None
+    source: str | None = None
+    sequence: int | None = None
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    id: bytes
+    duplicate: bool
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What an executor says about a claim it holds: an ended state, BLOCKED, or PENDING (again after ``delay`` microseconds).
+    ``refund`` gives the attempt back: nothing of the job was executed."""
+
+    id: bytes
+    token: bytes
+    state: State
+    queue: str
+    kind: Kind | None = None
+    summary: str | None = None
+    delay: int = 0
+    refund: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return self.state is State.SUCCEEDED
+
+
+class Fact(str, Enum):
+    """What the database answers about one claim (D13). Only LOST ends ownership; BUSY means ask again next turn."""
+
+    DONE = "done"
+    AGAIN = "again"
+    RENEWED = "renewed"
+    ALREADY = "already"
+    BUSY = "busy"
+    LOST = "lost"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The identity of a claim: what renewing needs."""
+
+    id: bytes
+    token: bytes
+
+
+@dataclass
+class ClaimRequest:
+    """Claim up to ``limit`` jobs from ``queues`` (the order breaks ties between equal priorities)."""
+
+    queues: tuple[str, ...]
+    limit: int
+    worker: str
+    token: bytes
+    lease: int
+    sweep: bool = True
+    """Look at everything; False lets a dialect start at its marks."""
+
+
+@dataclass(frozen=True)
+class ClaimedRow:
+    """A job that is ours until ``lease_until``, by the database's clock."""
+
+    id: bytes
+    token: bytes
+    task_id: str | None
+    target: str
+    fingerprint: bytes | None
+    payload: bytes
+    key: str | None
+    queue: str
+    priority: int
+    ready_at: int
+    attempt: int
+    lapses: int
+    max_attempts: int
+    timeout_ms: int | None
+    on_crash: int
+    lease_until: int
+
+
+CLAIMED_COLUMNS = (
+    "id", "task_id", "target", "fingerprint", "payload", "key", "queue", "priority", "attempt", "lapses",
+    "max_attempts", "timeout_ms", "on_crash", "lease_until",
+)  # fmt: skip
+
+
+@dataclass
+class Turn:
+    """One round of a worker: settle, renew, claim, in this order and in one transaction."""
+
+    settlements: list[Settlement] = field(default_factory=list)
+    renewals: list[Held] = field(default_factory=list)
+    lease: int = 0
+    claim: ClaimRequest | None = None
+
+
+@dataclass
+class TurnResult:
+    settled: list[Fact] = field(default_factory=list)
+    renewed: list[Fact] = field(default_factory=list)
+    claimed: list[ClaimedRow] = field(default_factory=list)
+    now: int | None = None
+
+
+@dataclass(frozen=True)
+class Due:
+    """What upkeep did, and when it has to look again (instants; None: nothing is waiting)."""
+
+    now: int
+    promoted: int
+    again: int
+    dead: int
+    unknown: int
+    next_run: int | None
+    next_lease: int | None
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The answer of a verb by hand: the state that it found (None: no such job) and whether it moved the job."""
+
+    found: State | None
+    moved: bool
+    reason: str | None = None

@@ -1,0 +1,349 @@
+"""DBQueue: declared targets, the verbs on their jobs, and the one place where a call finds its transaction.
+
+A call inside ``dbqueue.using(...)`` works on the caller's connection; any other takes a short transaction of its own that has
+ended when the call returns. Nothing is opened, read or migrated before the first call that needs the database, so a queue can
+be declared at import time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, TypeVar, cast
+from uuid import UUID
+
+import msgspec
+
+from dbqueue import clock, ids, jobs, settings, views
+from dbqueue.claimed import ClaimedJob
+from dbqueue.clock import Clock
+from dbqueue.database import joined
+from dbqueue.database.dialect import Dialect, Session
+from dbqueue.database.engine import Database
+from dbqueue.database.migrate import Migration
+from dbqueue.database.tables import DEFAULT_PRIORITY, ClaimRequest, Enqueued, NewJob, Turn, stored_priority
+from dbqueue.errors import ConfigError, ConnectionLost, InvalidArgument, InvalidTarget, NotSupported
+from dbqueue.payload import MAX_PAYLOAD_BYTES
+from dbqueue.states import State
+from dbqueue.targets import Declare, JobRef, Target, _when, declare
+from dbqueue.views import JobRecord, QueueDepth
+
+T = TypeVar("T")
+
+RAW_ATTEMPTS, RAW_BACKOFF = 3, 5.0
+"""What a raw queue's jobs get unless the call says otherwise (A5)."""
+
+
+class DBQueue:
+    """A durable queue in a database that you have already.
+
+    ``url`` is a SQLAlchemy URL (``postgresql://...``, ``sqlite:///app.db``); without one, DBQUEUE_URL or dbqueue.toml is read at
+    the first use. ``options`` are the settings of D17 in seconds: workers, poll, lease, retry_base, retry_max, history,
+    keep_payload, schema, prefix, auto_migrate, notify, listen_url. Raises ConfigError naming the option. Thread-safe."""
+
+    def __init__(self, url: str | None = None, **options: Any) -> None:
+        given = settings.JobSettings.from_options(**options) if url is None else settings.JobSettings.from_options(url=url, **options)
+        self._settings = given if url is not None else None
+        self._options = options
+        self._targets: dict[str, Target[Any]] = {}
+        self._lock = threading.RLock()
+        self._database: Database | None = None
+        if url is not None:
+            self._database = open_database(given)
+
+    # -- settings and database ---------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> settings.JobSettings:
+        if self._settings is None:
+            with self._lock:
+                if self._settings is None:
+                    self._settings = self._load_settings()
+        return self._settings
+
+    def _load_settings(self) -> settings.JobSettings:
+        loaded = settings.load(with_jobs=False).jobs
+        own = settings.JobSettings.from_options(**self._options)
+        names = {settings.OPTIONS[option] for option in self._options}
+        loaded = replace(loaded, **{name: getattr(own, name) for name in names})
+        if loaded.url is None:
+            raise ConfigError("no database is named: give DBQueue(url), or set DBQUEUE_URL, or url under [jobs] in dbqueue.toml")
+        return loaded
+
+    @property
+    def database(self) -> Database:
+        if self._database is None:
+            with self._lock:
+                if self._database is None:
+                    self._database = open_database(self.settings)
+        return self._database
+
+    @contextmanager
+    def rebound(self, job_settings: settings.JobSettings, clock: Clock | None = None) -> Any:
+        """Everything goes to another database until the block ends; for the testing kit (D21)."""
+        before = self._settings, self._database
+        self._settings, self._database = job_settings, open_database(job_settings, clock)
+        try:
+            yield self
+        finally:
+            self._database.close()
+            self._settings, self._database = before
+
+    def migrate(self) -> list[Migration]:
+        """Creates or upgrades dbqueue's tables; returns what was applied. Safe when many processes do it at once (D6). Never inside
+        a caller's transaction: raises NotSupported there."""
+        if joined.current() is not None:
+            raise NotSupported("queue.migrate() inside using(...): your rollback would take the tables away again; call it at start-up")
+        return self.database.migrate()
+
+    def close(self) -> None:
+        """Closes the pooled connections. Every later call raises Closed."""
+        if self._database is not None:
+            self._database.close()
+
+    def __repr__(self) -> str:
+        where = self._database.label if self._database else "not opened yet"
+        return f"<DBQueue {where}: {len(self._targets)} targets>"
+
+    # -- targets -----------------------------------------------------------------------------------------------------
+
+    @property
+    def targets(self) -> dict[str, Target[Any]]:
+        return dict(self._targets)
+
+    def job(
+        self,
+        *,
+        max_attempts: int,
+        timeout: float,
+        queue: str = "default",
+        priority: int = DEFAULT_PRIORITY,
+        retry: Any = None,
+        on_crash: str = "retry",
+        name: str | None = None,
+    ) -> Declare:
+        """Declares a function as a job target: ``@queue.job(max_attempts=5, timeout=30)``.
+
+        ``max_attempts`` (1 to 100) counts the first run; ``timeout`` is in seconds, at most 3600. ``priority`` is 0 to 9, larger
+        first. ``retry``: None (exponential, from the settings), a Backoff, a list of delays in seconds, or one number.
+        ``on_crash``: what a lost lease does: "retry" (counts as an attempt), "unknown" (held until resolved), "fail" (dead).
+        ``name`` defaults to module.function and is stored: renaming it orphans stored jobs. Raises InvalidTarget (D1, D2)."""
+        namespace = sys._getframe(1).f_locals
+
+        def decorate(handler: Callable[..., Any]) -> Target[Any]:
+            target = declare(
+                handler, writer=self, name=name, namespace=dict(namespace), max_attempts=max_attempts, timeout=timeout, queue=queue,
+                priority=priority, retry_policy=retry, on_crash=on_crash,
+            )  # fmt: skip
+            if target.name in self._targets:
+                raise InvalidTarget(f"target {target.name!r} is declared twice; give one of them another name=")
+            self._targets[target.name] = target
+            return target
+
+        return cast(Declare, decorate)
+
+    # -- enqueueing --------------------------------------------------------------------------------------------------
+
+    def write(self, new: Sequence[NewJob]) -> list[JobRef]:
+        """Writes jobs that are checked already: joined inside ``using``, else in a transaction of its own."""
+        block = joined.current()
+        if block is None:
+            return [_ref(e) for e in self._write_own(new)]
+        database = self.database
+        block.check(database)
+        if block.caller.buffer is not None:
+            for job in new:
+                block.caller.buffer.add(database, job)
+            return [JobRef(ids.as_uuid(job.id), None if job.key else False) for job in new]
+        with joined.failures(database):
+            return [_ref(e) for e in _enqueue(database.dialect, block.session(database), new, database.database_id)]
+
+    def _write_own(self, new: Sequence[NewJob]) -> list[Enqueued]:
+        database = self.database
+        database.ready()
+
+        def verb(session: Session) -> list[Enqueued]:
+            return _enqueue(database.dialect, session, new, None)
+
+        # A single statement on an autocommit connection is one round trip; SQLite needs its lock taken in our own way.
+        run = database.single if len(new) == 1 and database.dialect.name != "sqlite" else database.run
+        try:
+            return run(verb)
+        except ConnectionLost:
+            # Perhaps committed, and the answer was lost: the ids are ours, so we can look instead of writing twice.
+            written = database.read(lambda s: [database.dialect.exists(s, job.id) for job in new])
+            if not any(written):
+                return run(verb)
+            missing = [job for job, found in zip(new, written, strict=True) if not found]
+            rest = iter(run(lambda s: _enqueue(database.dialect, s, missing, None)) if missing else ())
+            return [Enqueued(job.id, False) if found else next(rest) for job, found in zip(new, written, strict=True)]
+
+    def send(
+        self, name: str, payload: Any, *, key: str | None = None, run_at: datetime | None = None, delay: float | None = None,
+        priority: int = DEFAULT_PRIORITY, max_attempts: int = RAW_ATTEMPTS,
+    ) -> JobRef:  # fmt: skip
+        """Writes a job to a raw queue: no target, any JSON value as payload, claimed with ``queue.claim(name, ...)`` (A8). Joins
+        like every enqueue. At most one unfinished job of the queue has ``key``."""
+        settings.check_name("queue", name)
+        settings.check_target_policy(f"raw queue {name}", max_attempts=max_attempts, timeout=1, priority=priority)
+        try:
+            data = msgspec.json.encode(payload)
+        except (TypeError, ValueError, RecursionError, OverflowError) as error:
+            raise InvalidArgument(f"raw queue {name!r}: the payload is no JSON value ({type(error).__name__})") from None
+        if len(data) > MAX_PAYLOAD_BYTES:
+            raise InvalidArgument(f"raw queue {name!r}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}")
+        at, wait = _when(run_at, delay)
+        job = NewJob(
+            id=ids.new_id(), target=f"{settings.RESERVED_PREFIX}raw.{name}", queue=name, payload=data, max_attempts=max_attempts,
+            priority=stored_priority(priority), key=None if key is None else settings.check_key(key), run_at=at, delay=wait,
+        )  # fmt: skip
+        return self.write([job])[0]
+
+    # -- raw claims --------------------------------------------------------------------------------------------------
+
+    def claim(self, name: str, worker_id: str, lease: float = 60.0) -> ClaimedJob | None:
+        """Claims the best due job of a queue for ``lease`` seconds (0.1 to 7200), or returns None (A8).
+
+        Commits before it returns: the attempt counts from here. If the process dies, the job is claimable again when the lease
+        has ended by the database's clock. Whoever holds it calls ``heartbeat`` in time and ends with ``ack`` or ``retry``."""
+        settings.check_name("queue", name)
+        settings.check_name("worker", worker_id)
+        lease_us = lease_microseconds(lease)
+        database = self.database
+        database.ready()
+        request = ClaimRequest((name,), 1, worker_id, ids.new_token(), lease_us)
+        with database.session() as session:
+            rows = database.dialect.turn(session, Turn(claim=request)).claimed
+            if not rows:
+                due = database.dialect.upkeep(session, 100, (name,))
+                if due.promoted or due.again:
+                    rows = database.dialect.turn(session, Turn(claim=request)).claimed
+        return ClaimedJob(database, rows[0], lease_us, RAW_BACKOFF) if rows else None
+
+    # -- one job by hand ---------------------------------------------------------------------------------------------
+
+    def get_job(self, job_id: UUID, *, with_payload: bool = False) -> JobRecord | None:
+        """The job's record, finished or not; None when there is none (any more). Inside ``using`` it sees the caller's own writes."""
+        raw = id_bytes(job_id)
+        return self._read(lambda dialect, session: views.get(dialect, session, raw, with_payload=with_payload))
+
+    def jobs(
+        self, *, state: str | None = None, queue: str | None = None, target: str | None = None, key: str | None = None, limit: int = 100,
+        offset: int = 0,
+    ) -> list[JobRecord]:  # fmt: skip
+        """Jobs that match everything given, those changed last first."""
+        states = () if state is None else (parse_state(state),)
+        return self._read(lambda d, s: views.find(d, s, states=states, queue=queue, target=target, key=key, limit=limit, offset=offset))
+
+    def queues(self, queue: str | None = None) -> list[QueueDepth]:
+        """Every queue with unfinished jobs: how many in which state, and the age in seconds of its oldest claimable one."""
+        return self._read(lambda dialect, session: views.depths(dialect, session, queue))
+
+    def counts(self, queue: str | None = None) -> dict[str, int]:
+        """How many jobs there are in each state, the kept history included."""
+        return self._read(lambda dialect, session: views.counts(dialect, session, queue))
+
+    def cancel(self, job_id: UUID) -> str:
+        """Ends a pending, blocked or running job as cancelled; returns the state that it had. A running handler sees
+        ``current_job().cancelled``, and whatever it returns is not recorded. Raises JobNotFound, IllegalMove."""
+        raw = id_bytes(job_id)
+        return self._change(lambda dialect, session: jobs.cancel(dialect, session, raw))
+
+    def retry(self, job_id: UUID) -> str:
+        """Makes a blocked, dead, cancelled or acked job pending again, due now; returns the state that it had. Raises
+        JobNotFound, IllegalMove, KeyTaken."""
+        raw = id_bytes(job_id)
+        return self._change(lambda dialect, session: jobs.retry(dialect, session, raw))
+
+    def resolve(self, job_id: UUID, outcome: str, expected_updated_at: datetime) -> str:
+        """Decides about an unknown job: "succeeded" or "discarded", if it still is as read (H7). Raises JobNotFound, IllegalMove,
+        StaleUpdate."""
+        raw, state = id_bytes(job_id), parse_state(outcome)
+        if not isinstance(expected_updated_at, datetime) or expected_updated_at.tzinfo is None:
+            raise InvalidArgument("expected_updated_at must be the aware datetime that the job's record says (record.updated_at)")
+        instant = clock.to_instant(expected_updated_at)
+        return self._change(lambda dialect, session: jobs.resolve(dialect, session, raw, state, instant))
+
+    def purge(self, states: Sequence[str], older_than: float = 0.0, limit: int = 1_000) -> int:
+        """Deletes up to ``limit`` finished jobs of these states that ended more than ``older_than`` seconds ago; returns how many.
+        Call again until it returns 0: each call is one short transaction."""
+        ended = [parse_state(state) for state in states]
+        if not all(state.finished for state in ended):
+            raise InvalidArgument("only finished jobs are purged (succeeded, acked, dead, cancelled, discarded); cancel the others first")
+        database = self.database
+        database.ready()
+
+        def verb(session: Session) -> int:
+            before = database.dialect.now(session) - round(older_than * clock.SECOND)
+            return database.dialect.prune(session, ended, before, limit)
+
+        return database.run(verb)
+
+    def _read(self, verb: Callable[[Dialect, Session], T]) -> T:
+        database, block = self.database, joined.current()
+        if block is not None and block.caller.buffer is None and not block.closed:
+            block.check(database)
+            with joined.failures(database):
+                return verb(database.dialect, block.session(database))
+        database.ready()
+        return database.read(lambda session: verb(database.dialect, session))
+
+    def _change(self, verb: Callable[[Dialect, Session], State]) -> str:
+        database, block = self.database, joined.current()
+        if block is None:
+            database.ready()
+            return database.run(lambda session: verb(database.dialect, session)).label
+        block.check(database)
+        if block.caller.buffer is not None:
+            raise NotSupported("cancel, retry and resolve cannot wait for an async session's commit; call them outside of using(...)")
+        with joined.failures(database):
+            return verb(database.dialect, block.session(database)).label
+
+
+def open_database(job_settings: settings.JobSettings, clock: Clock | None = None) -> Database:
+    assert job_settings.url is not None
+    return Database(
+        job_settings.url,
+        schema=job_settings.schema,
+        prefix=job_settings.prefix,
+        pool_size=job_settings.workers + 1,  # D18: handlers share this pool
+        auto_migrate=job_settings.auto_migrate,
+        notify=job_settings.notify,
+        listen_url=job_settings.listen_url,
+        poll_us=job_settings.poll_ms * 1_000,
+        keep_payload=job_settings.keep_payload,
+        clock=clock,
+    )
+
+
+def id_bytes(job_id: object) -> bytes:
+    if not isinstance(job_id, UUID):
+        raise InvalidArgument(f"a job's id is a uuid.UUID; got {type(job_id).__name__} (uuid.UUID(text) makes one)")
+    return job_id.bytes
+
+
+def parse_state(name: object) -> State:
+    known = {state.label: state for state in State}
+    if not isinstance(name, str) or name not in known:
+        raise InvalidArgument(f"a state is one of {', '.join(known)}; got {settings.describe(name)}")
+    return known[name]
+
+
+def lease_microseconds(lease: object) -> int:
+    if isinstance(lease, bool) or not isinstance(lease, (int, float)) or not 0.1 <= lease <= 7_200:
+        raise InvalidArgument(f"lease must be a number of seconds from 0.1 to 7200; got {settings.describe(lease)}")
+    return round(lease * clock.SECOND)
+
+
+def _enqueue(dialect: Dialect, session: Session, new: Sequence[NewJob], database_id: str | None) -> list[Enqueued]:
+    if len(new) == 1:
+        return [dialect.enqueue(session, new[0], database_id)]
+    return dialect.enqueue_many(session, new, database_id)
+
+
+def _ref(enqueued: Enqueued) -> JobRef:
+    return JobRef(ids.as_uuid(enqueued.id), enqueued.duplicate)

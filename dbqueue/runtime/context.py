@@ -1,0 +1,82 @@
+"""What a handler sees of the worker that runs it: the current job, and ports for its dependencies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+from uuid import UUID
+
+from dbqueue.settings import check_name
+
+T = TypeVar("T")
+
+
+
+class JobContext:
+    """The job that the current thread executes: ``dbqueue.current_job()``."""
+
+    def __init__(self, job_id: UUID, target: str, attempt: int, max_attempts: int) -> None:
+        self.id, self.target, self.attempt, self.max_attempts = job_id, target, attempt, max_attempts
+        self._cancel = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        """The timeout passed, the lease was lost, the job was cancelled, or the worker must stop: a handler that runs long looks
+        here between its steps and returns or raises."""
+        return self._cancel.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleeps unless cancelled; returns whether it was."""
+        return self._cancel.wait(seconds)
+
+    def cancel(self) -> None:
+        self._cancel.set()
+
+
+_job: ContextVar[JobContext | None] = ContextVar("dbqueue_job", default=None)
+
+
+def current_job() -> JobContext | None:
+    """The job that this thread executes at the moment; None outside of a worker."""
+    return _job.get()
+
+
+@contextmanager
+def executing(context: JobContext) -> Iterator[None]:
+    token = _job.set(context)
+    try:
+        yield
+    finally:
+        _job.reset(token)
+
+
+class Port(Generic[T]):
+    """A dependency of handlers that tests replace: ``mailer = Port("mailer", make_mailer)``, then ``mailer.get().send(...)``.
+
+    Made on first use in the process that executes jobs, once; never by enqueueing (D4). ``dbqueue.testing`` sets a fake (D21)."""
+
+    def __init__(self, name: str, make: Callable[[], T]) -> None:
+        self.name, self._make = check_name("target", name), make
+        self._lock = threading.Lock()
+        self._made: list[T] = []
+        self._fakes: list[T] = []
+
+    def get(self) -> T:
+        if self._fakes:
+            return self._fakes[-1]
+        with self._lock:
+            if not self._made:
+                self._made.append(self._make())
+            return self._made[0]
+
+    @contextmanager
+    def replaced(self, fake: T) -> Iterator[T]:
+        """``fake`` answers ``get`` until the block ends; the real one is not made."""
+        self._fakes.append(fake)
+        try:
+            yield fake
+        finally:
+            self._fakes.remove(fake)

@@ -1,0 +1,238 @@
+"""Job targets: statically declared functions with one typed record as input, or none (D1, D3).
+
+A target is neither a function nor a value. Calling, pickling or copying one is an error that names the right call, since each
+would run or move work outside of the queue. Enqueueing needs the declaration only: the handler's own dependencies are not
+imported, checked or run (D4).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
+from uuid import UUID
+
+from dbqueue import clock, ids, retry
+from dbqueue.database.tables import NewJob, stored_priority
+from dbqueue.errors import InvalidArgument, InvalidTarget, TargetIsNotAValue
+from dbqueue.payload import PayloadSchema, schema_of
+from dbqueue.settings import check_key, check_name, check_target_policy, describe
+from dbqueue.states import OnCrash
+
+P = TypeVar("P")
+
+MAX_BATCH = 10_000
+"""Jobs that one ``enqueue_many`` takes: one statement and one transaction hold them all."""
+
+MAX_DELAY = 3650 * 86_400
+"""Ten years, in seconds."""
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<nothing>"
+
+
+MISSING = _Missing()
+
+
+@dataclass(frozen=True)
+class JobRef:
+    """The answer to enqueue. ``duplicate``: an unfinished job with this key existed already, and ``id`` is that job's. None: not known
+    before the async session's commit writes the job (and then ``id`` counts only if it was no duplicate)."""
+
+    id: UUID
+    duplicate: bool | None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a declaration says about its jobs; stored with each job when it is enqueued."""
+
+    max_attempts: int
+    timeout_ms: int
+    queue: str
+    priority: int
+    on_crash: OnCrash
+    retry: retry.Retry | None
+
+
+class Writer(Protocol):
+    """Where a target's jobs are written: the queue it was declared on."""
+
+    def write(self, jobs: Sequence[NewJob]) -> list[JobRef]: ...
+
+
+class Target(Generic[P]):
+    """A declared target; made by ``@queue.job(...)``. Immutable and safe to share between threads."""
+
+    __dbqueue_target__ = True  # told apart by the payload checks, which stand below this module
+
+    def __init__(self, name: str, handler: Callable[..., None], schema: PayloadSchema, policy: Policy, writer: Writer) -> None:
+        self.name, self.handler, self.schema, self.policy = name, handler, schema, policy
+        self._writer = writer
+        self.__doc__ = handler.__doc__
+
+    def enqueue(
+        self, payload: P | _Missing = MISSING, *, key: str | None = None, run_at: datetime | None = None, delay: float | None = None,
+        priority: int | None = None,
+    ) -> JobRef:  # fmt: skip
+        """Writes one job: in the caller's transaction inside ``dbqueue.using(...)``, else in a short one of its own that has committed
+        when this returns.
+
+        ``key``: at most one unfinished job of this target has it; a second call returns that job's id. ``run_at``: an aware
+        datetime; ``delay``: seconds from the database's now. Everything is checked before anything is written. Raises
+        InvalidPayload, InvalidArgument, EnqueueFailed, ConnectionLost, DatabaseBusy; never an error of the handler (D3, D4, D5)."""
+        return self._writer.write([self._new(payload, key, *_when(run_at, delay), priority)])[0]
+
+    def enqueue_at(
+        self, when: datetime, payload: P | _Missing = MISSING, *, key: str | None = None, priority: int | None = None
+    ) -> JobRef:
+        """``enqueue`` with ``run_at=when`` (D3)."""
+        return self.enqueue(payload, key=key, run_at=when, priority=priority)
+
+    def enqueue_many(
+        self, payloads: Iterable[P], *, keys: Iterable[str | None] | None = None, run_at: datetime | None = None,
+        delay: float | None = None, priority: int | None = None,
+    ) -> list[JobRef]:  # fmt: skip
+        """Writes all of them with one statement in one transaction, all or none; the answers are in the order of ``payloads``.
+        ``keys`` gives one key (or None) for each. At most 10,000 at once."""
+        listed = list(payloads)
+        named = [None] * len(listed) if keys is None else list(keys)
+        if len(named) != len(listed):
+            raise InvalidArgument(f"target {self.name!r}: {len(listed)} payloads but {len(named)} keys; give one key (or None) each")
+        if len(listed) > MAX_BATCH:
+            raise InvalidArgument(f"target {self.name!r}: {len(listed)} payloads at once, the limit is {MAX_BATCH}; split them")
+        when = _when(run_at, delay)
+        jobs = [self._new(payload, key, *when, priority) for payload, key in zip(listed, named, strict=True)]
+        return self._writer.write(jobs) if jobs else []
+
+    def _new(self, payload: Any, key: str | None, run_at: int | None, delay: int, priority: int | None) -> NewJob:
+        if payload is MISSING:
+            if self.schema.record is not None:
+                raise InvalidArgument(f"target {self.name!r} takes a {self.schema.record.__name__}: give it to enqueue(...)")
+            payload = None
+        if priority is not None:
+            check_target_policy(self.name, max_attempts=1, timeout=1, priority=priority)
+        policy = self.policy
+        return NewJob(
+            id=ids.new_id(),
+            target=self.name,
+            queue=policy.queue,
+            payload=self.schema.encode(payload),
+            fingerprint=self.schema.fingerprint,
+            max_attempts=policy.max_attempts,
+            timeout_ms=policy.timeout_ms,
+            priority=stored_priority(policy.priority if priority is None else priority),
+            on_crash=policy.on_crash,
+            key=None if key is None else check_key(key),
+            run_at=run_at,
+            delay=delay,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Target {self.name}>"
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TargetIsNotAValue(
+            f"target {self.name!r} is neither a function nor a value: it cannot be called, copied, pickled or put into a payload. "
+            f"Enqueue a job with {self.name.rpartition('.')[2]}.enqueue(...); to run the code itself, call a plain function from both"
+        )
+
+    __call__ = __reduce__ = __reduce_ex__ = __copy__ = __deepcopy__ = __iter__ = __or__ = _refuse
+
+
+class Declare(Protocol):
+    """What ``queue.job(...)`` returns: a decorator for a function of one record, or of nothing."""
+
+    @overload
+    def __call__(self, handler: Callable[[], None], /) -> Target[None]: ...
+    @overload
+    def __call__(self, handler: Callable[[P], None], /) -> Target[P]: ...
+
+
+def declare(
+    handler: Callable[..., Any], *, writer: Writer, name: str | None, namespace: dict[str, Any], max_attempts: object, timeout: object,
+    queue: object, priority: object, retry_policy: object, on_crash: object,
+) -> Target[Any]:  # fmt: skip
+    """Checks a declaration whole (D1, D2) and makes its target. Raises InvalidTarget, InvalidName; nothing is registered here."""
+    if not inspect.isfunction(handler):
+        raise InvalidTarget(f"@queue.job decorates a plain function; got {type(handler).__name__}")
+    name = check_name("target", name or default_name(handler))
+    timeout_ms = check_target_policy(name, max_attempts=max_attempts, timeout=timeout, priority=priority, on_crash=on_crash)
+    try:
+        policy = retry.parse(retry_policy, retry.Backoff(1, 1))
+    except InvalidArgument as error:
+        raise InvalidTarget(f"target {name!r}: retry: {error}") from None
+    schema = schema_of(_record_of(handler, name, namespace), target=name)
+    return Target(
+        name,
+        handler,
+        schema,
+        Policy(
+            max_attempts=typing.cast(int, max_attempts),
+            timeout_ms=timeout_ms,
+            queue=check_name("queue", queue),
+            priority=typing.cast(int, priority),
+            on_crash=OnCrash[str(on_crash).upper()],
+            retry=None if retry_policy is None else policy,
+        ),
+        writer,
+    )
+
+
+def default_name(handler: Callable[..., Any]) -> str:
+    """``module.function``. A module that runs as a script is named as an import would name it: workers import it."""
+    module = handler.__module__
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        file = getattr(main, "__file__", None)
+        module = spec.name if spec else file.rpartition("/")[2].removesuffix(".py") if file else module
+    return f"{module}.{handler.__qualname__.rpartition('.')[2]}"
+
+
+def _record_of(handler: Callable[..., Any], name: str, namespace: dict[str, Any]) -> type | None:
+    def refuse(what: str, remedy: str) -> NoReturn:
+        raise InvalidTarget(f"target {name!r}: {what}; {remedy}")
+
+    if inspect.iscoroutinefunction(handler) or inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+        refuse("it is a coroutine or generator function", "write a plain function")
+    parameters = list(inspect.signature(handler).parameters.values())
+    try:
+        hints = typing.get_type_hints(handler, localns=namespace, include_extras=True)
+    except Exception as error:
+        refuse(f"its annotations cannot be resolved ({type(error).__name__})", "import the names that they use at module level")
+    if "return" not in hints or hints["return"] is not type(None):
+        refuse("return: a handler returns None", "annotate it with -> None and store results where they belong")
+    if not parameters:
+        return None
+    for parameter in parameters[1:]:
+        refuse(f"parameter {parameter.name!r}: a handler takes one record or nothing", "make its values fields of one record")
+    only = parameters[0]
+    if only.kind not in (only.POSITIONAL_ONLY, only.POSITIONAL_OR_KEYWORD) or only.default is not only.empty:
+        refuse(f"parameter {only.name!r}: it must be plain, without a default", "declare it as `payload: Record`")
+    if only.name not in hints:
+        refuse(f"parameter {only.name!r}: it has no annotation", "annotate it with a dataclass or msgspec.Struct")
+    return typing.cast(type, hints[only.name])
+
+
+def _when(run_at: datetime | None, delay: float | None) -> tuple[int | None, int]:
+    """(instant or None, microseconds of delay), checked."""
+    if run_at is not None and delay is not None:
+        raise InvalidArgument("give run_at or delay, not both")
+    if run_at is not None:
+        if not isinstance(run_at, datetime):
+            raise InvalidArgument(f"run_at must be an aware datetime; got {describe(run_at)}")
+        if run_at.tzinfo is None or run_at.utcoffset() is None:
+            raise InvalidArgument("run_at must be aware: a datetime without a timezone names no instant (add tzinfo=timezone.utc)")
+        return clock.to_instant(run_at), 0
+    if delay is None:
+        return None, 0
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay <= MAX_DELAY:
+        raise InvalidArgument(f"delay must be a number of seconds from 0 to {MAX_DELAY}; got {describe(delay)}")
+    return None, round(delay * clock.SECOND)
