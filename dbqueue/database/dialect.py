@@ -31,7 +31,9 @@ class Session(Protocol):
 class Dialect(Protocol):
     name: ClassVar[str]
     listens: ClassVar[bool]
-    """Whether another process can wake this one through the database."""
+    """Whether waking takes a connection of its own (LISTEN)."""
+    probes: ClassVar[bool]
+    """Whether an idle worker reads before it writes, since a claim that finds nothing takes the one write lock."""
 
     names: Names
     clock: Clock

@@ -24,6 +24,7 @@ from dbqueue.database.dialect import Dialect, OwnSession, Session
 from dbqueue.database.postgres import Postgres
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.database.tables import Names
+from dbqueue.database.wakeup import DataVersion, Listener, Sleeper
 from dbqueue.errors import Closed, ConfigError, ConnectionLost, DatabaseBusy, QueueError, SchemaMissing, WouldDeadlock
 
 T = TypeVar("T")
@@ -119,6 +120,13 @@ class Database:
         self._check_open()
         with self.errors():
             return self.dialect.session(self.dialect.connect())
+
+    def sleeper(self, session: OwnSession, queues: tuple[str, ...]) -> Sleeper | None:
+        """What wakes a worker on these queues before its poll; None: notification is switched off."""
+        if isinstance(self.dialect, Postgres):
+            with self.errors():
+                return Listener(self.dialect, self.dialect.names, self.listen_url, queues) if self.notify else None
+        return DataVersion(session)
 
     @contextmanager
     def session(self) -> Iterator[OwnSession]:

@@ -386,6 +386,7 @@ class PostgresSession:
 class Postgres:
     name: ClassVar[str] = "postgresql"
     listens: ClassVar[bool] = True
+    probes: ClassVar[bool] = False
 
     def __init__(
         self, url: sqlalchemy.URL, names: Names, clock: Clock, *, notify: bool = True, soon: int = 250_000, keep: bool = False

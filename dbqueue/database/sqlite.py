@@ -56,6 +56,9 @@ from dbqueue.states import Kind, State
 LOCK_PATIENCE = 10.0
 """Seconds that our own transactions try for the write lock before they raise DatabaseBusy."""
 
+UPKEEP_PATIENCE = 0.5
+"""Upkeep can wait for its next round; the worker that does it has leases to renew."""
+
 _NEW_COLUMNS = (
     "id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, "
     "on_crash, source, sequence, created_at, updated_at"
@@ -224,6 +227,7 @@ class SqliteSession:
 class Sqlite:
     name: ClassVar[str] = "sqlite"
     listens: ClassVar[bool] = False
+    probes: ClassVar[bool] = True
 
     def __init__(self, url: sqlalchemy.URL, names: Names, clock: Clock, *, keep: bool = False) -> None:
         self.url, self.names, self.clock, self.keep = url, names, clock, keep
@@ -449,7 +453,7 @@ class Sqlite:
         promoted = again = dead = unknown = 0
         row = session.execute(self._text(ANY_DUE), {"offset": self.clock.offset})[0]
         if row[1] or row[2]:
-            session.begin()
+            session.begin(time.monotonic() + UPKEEP_PATIENCE)
             try:
                 now = self.now(session)
                 session.execute(self._text(PROMOTE), {"now": now, "limit": limit})

@@ -21,16 +21,20 @@ class JobContext:
     def __init__(self, job_id: UUID, target: str, attempt: int, max_attempts: int) -> None:
         self.id, self.target, self.attempt, self.max_attempts = job_id, target, attempt, max_attempts
         self._cancel = threading.Event()
+        self.noticed = False
+        """The handler has seen the flag: if it returns now, it has stopped half-way and not succeeded."""
 
     @property
     def cancelled(self) -> bool:
         """The timeout passed, the lease was lost, the job was cancelled, or the worker must stop: a handler that runs long looks
-        here between its steps and returns or raises."""
-        return self._cancel.is_set()
+        here between its steps and returns or raises. Having seen True, its return is not taken for success."""
+        self.noticed = self._cancel.is_set()
+        return self.noticed
 
     def wait(self, seconds: float) -> bool:
         """Sleeps unless cancelled; returns whether it was."""
-        return self._cancel.wait(seconds)
+        self.noticed = self._cancel.wait(seconds)
+        return self.noticed
 
     def cancel(self) -> None:
         self._cancel.set()

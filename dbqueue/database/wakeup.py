@@ -1,0 +1,121 @@
+"""How a sleeping worker learns of new work from the database itself. Correctness rests on the worker's poll; this only makes it quick.
+
+PostgreSQL: NOTIFY takes a lock over the whole cluster at commit, so producers send one only when somebody sleeps (the gate in
+``postgres.GATE``). A sleeper announces itself by a shared advisory lock on its queues' keys, held on its LISTEN connection. A
+producer that looked before the announcement sends nothing, and its job may be committed only later (with the caller's own
+transaction around it that is the common case): so the sleeper remembers a transaction id taken after announcing, and trusts
+its sleep only once every transaction that was open then has ended. Until that, it looks again after 2, 4, 8 ... milliseconds.
+
+SQLite: ``PRAGMA data_version`` changes when another connection commits; it reads no page and takes microseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from dbqueue.database.dialect import OwnSession
+from dbqueue.database.postgres import GATE_KEY, Postgres
+from dbqueue.database.tables import Names
+
+KEYS = f"SELECT q.queue, {GATE_KEY.replace('{queue}', 'q.queue')} FROM unnest(%(queues)s::text[]) q(queue)"
+ANNOUNCE = "SELECT bool_and(pg_try_advisory_lock_shared(k)) FROM unnest(%(keys)s::bigint[]) k"
+WAKE = "SELECT count(*) FILTER (WHERE pg_advisory_unlock_shared(k)) FROM unnest(%(keys)s::bigint[]) k"
+OPEN_SINCE = "SELECT pg_current_xact_id()::text::bigint"
+OLDEST_OPEN = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+
+
+class Sleeper(Protocol):
+    """What the worker's wait needs: something to select on or an interval to look in, and the announcement of sleep."""
+
+    interval: float | None
+    """Seconds between two calls of ``heard`` while waiting; None: ``fileno`` becomes readable instead."""
+    announced: bool
+    settled: bool
+
+    def fileno(self) -> int | None: ...
+    def heard(self) -> bool: ...
+    def announce(self) -> None: ...
+    def look(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class DataVersion:
+    """SQLite, on the worker's own connection: its own commits do not count as news, and it must be outside a transaction."""
+
+    interval: float | None = 0.004
+    announced = settled = True
+
+    def __init__(self, session: OwnSession) -> None:
+        self._connection = session.connection
+        self._seen = self._version()
+
+    def _version(self) -> int:
+        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+
+    def fileno(self) -> int | None:
+        return None
+
+    def heard(self) -> bool:
+        version = self._version()
+        changed, self._seen = version != self._seen, version
+        return changed
+
+    def announce(self) -> None: ...
+    def look(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Listener:
+    """PostgreSQL: a connection of its own, direct (a transaction pooler would lose LISTEN and the session's locks)."""
+
+    interval: float | None = None
+
+    def __init__(self, dialect: Postgres, names: Names, url: Any, queues: tuple[str, ...]) -> None:
+        self._connection = dialect.connect(url)
+        try:
+            rows = self._run(KEYS, {"queues": list(queues), "salt": names.salt})
+            self._keys = [key for _, key in rows]
+            for key in self._keys:
+                self._connection.execute(f'LISTEN "dbqueue_{key & 0xFFFFFFFFFFFFFFFF:x}"')
+        except BaseException:
+            self._connection.close()
+            raise
+        self.announced = self.settled = False
+        self._since = 0
+
+    def _run(self, statement: str, params: Any = None) -> list[Any]:
+        return list(self._connection.execute(statement, params).fetchall())
+
+    def fileno(self) -> int | None:
+        return int(self._connection.fileno())
+
+    def heard(self) -> bool:
+        wire = self._connection.pgconn
+        wire.consume_input()
+        heard = False
+        while wire.notifies():
+            heard = True
+        return heard
+
+    def announce(self) -> None:
+        """One try for the locks, and no waiting: a producer may hold one for a moment, or for ever if it died inside its statement.
+        Refused: not asleep, so the poll serves until the next try."""
+        if self._run(ANNOUNCE, {"keys": self._keys})[0][0]:
+            self.announced, self.settled = True, False
+            self._since = self._run(OPEN_SINCE)[0][0]
+        else:
+            self._run("SELECT pg_advisory_unlock_all()")
+
+    def look(self) -> None:
+        """Settled once every transaction that was open at the announcement has ended. The worker claims after each look."""
+        self.settled = self._run(OLDEST_OPEN)[0][0] > self._since
+
+    def wake(self) -> None:
+        if self.announced:
+            self.announced = self.settled = False
+            self._run(WAKE, {"keys": self._keys})
+
+    def close(self) -> None:
+        self._connection.close()
