@@ -49,14 +49,22 @@ class ClaimedJob:
     def retry(self, error: BaseException | str, delay: float | None = None) -> None:
         """The attempt failed: pending again after ``delay`` seconds (5 by default), or dead when it was the last one. Of an exception
         only the class is stored; a str is stored as it is, up to 200 characters (D10). Raises LostClaim, ClaimBusy."""
-        if delay is not None and (isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay <= 315_360_000):
+        if delay is not None and (
+            isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay <= 315_360_000
+        ):
             raise InvalidArgument(f"delay must be a number of seconds from 0 to 315360000; got {describe(delay)}")
         summary = clean_summary(error) if isinstance(error, str) else summary_of(error)
         last = self.attempt >= self.max_attempts
         wait = round((self._backoff if delay is None else delay) * clock.SECOND)
         self._settle(
             Settlement(
-                self._row.id, self._row.token, State.DEAD if last else State.PENDING, self.queue, Kind.FAILED, summary, 0 if last else wait
+                self._row.id,
+                self._row.token,
+                State.DEAD if last else State.PENDING,
+                self.queue,
+                Kind.FAILED,
+                summary,
+                0 if last else wait,
             )
         )
 
@@ -91,7 +99,9 @@ class ClaimedJob:
             if fact is not Fact.BUSY:
                 return fact
             if time.monotonic() >= until:
-                raise ClaimBusy(f"job {self.id}: another transaction holds its row lock; the claim is not lost, ask again")
+                raise ClaimBusy(
+                    f"job {self.id}: another transaction holds its row lock; the claim is not lost, ask again"
+                )
             time.sleep(0.005)
 
     def __repr__(self) -> str:

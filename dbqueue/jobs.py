@@ -7,7 +7,6 @@ before the commit has changed nothing. Executors do not come here: they settle, 
 
 from __future__ import annotations
 
-
 from dbqueue.database.dialect import Dialect, Session
 from dbqueue.database.tables import Changed
 from dbqueue.errors import IllegalMove, InvalidArgument, JobNotFound, KeyTaken, StaleUpdate
@@ -31,7 +30,9 @@ def resolve(dialect: Dialect, session: Session, job_id: bytes, state: State, exp
     """Decides about a job whose outcome is unknown: succeeded or discarded, if it is still as it was read (H7). Raises
     JobNotFound, IllegalMove, StaleUpdate."""
     if state not in (State.SUCCEEDED, State.DISCARDED):
-        raise InvalidArgument('an unknown job is resolved as "succeeded" or "discarded"; a plain requeue could run it twice')
+        raise InvalidArgument(
+            'an unknown job is resolved as "succeeded" or "discarded"; a plain requeue could run it twice'
+        )
     return _moved("resolve", job_id, dialect.resolve(session, job_id, state, expected_updated_at))
 
 
@@ -43,7 +44,9 @@ def _moved(verb: str, job_id: bytes, changed: Changed) -> State:
     if changed.found is None:
         raise JobNotFound(f"there is no job {name}, or its history was pruned")
     if changed.reason == "key":
-        raise KeyTaken(f"job {name} was not retried: another unfinished job of its target has its key; wait for it or cancel it")
+        raise KeyTaken(
+            f"job {name} was not retried: another unfinished job of its target has its key; wait for it or cancel it"
+        )
     if changed.reason == "payload":
         raise IllegalMove(
             f"job {name} was not retried: the payload of jobs that succeeded is not kept (DBQueue(keep_payload=True) keeps it)"
@@ -53,5 +56,3 @@ def _moved(verb: str, job_id: bytes, changed: Changed) -> State:
     if allowed(verb, changed.found):  # it moved between our look and our write
         raise StaleUpdate(f"job {name} changed at this moment: read it again")
     raise IllegalMove(f"job {name} is {changed.found.label}: the verb {verb!r} does not apply to it; nothing changed")
-
-

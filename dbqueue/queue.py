@@ -18,7 +18,8 @@ from uuid import UUID
 
 import msgspec
 
-from dbqueue import clock, ids, jobs, settings, views
+from dbqueue import clock, ids, jobs, views
+from dbqueue import settings as config
 from dbqueue.claimed import ClaimedJob
 from dbqueue.clock import Clock
 from dbqueue.database import joined
@@ -46,7 +47,11 @@ class DBQueue:
     keep_payload, schema, prefix, auto_migrate, notify, listen_url. Raises ConfigError naming the option. Thread-safe."""
 
     def __init__(self, url: str | None = None, **options: Any) -> None:
-        given = settings.JobSettings.from_options(**options) if url is None else settings.JobSettings.from_options(url=url, **options)
+        given = (
+            config.JobSettings.from_options(**options)
+            if url is None
+            else config.JobSettings.from_options(url=url, **options)
+        )
         self._settings = given if url is not None else None
         self._options = options
         self._targets: dict[str, Target[Any]] = {}
@@ -58,20 +63,22 @@ class DBQueue:
     # -- settings and database ---------------------------------------------------------------------------------------
 
     @property
-    def settings(self) -> settings.JobSettings:
+    def settings(self) -> config.JobSettings:
         if self._settings is None:
             with self._lock:
                 if self._settings is None:
                     self._settings = self._load_settings()
         return self._settings
 
-    def _load_settings(self) -> settings.JobSettings:
-        loaded = settings.load(with_jobs=False).jobs
-        own = settings.JobSettings.from_options(**self._options)
-        names = {settings.OPTIONS[option] for option in self._options}
+    def _load_settings(self) -> config.JobSettings:
+        loaded = config.load(with_jobs=False).jobs
+        own = config.JobSettings.from_options(**self._options)
+        names = {config.OPTIONS[option] for option in self._options}
         loaded = replace(loaded, **{name: getattr(own, name) for name in names})
         if loaded.url is None:
-            raise ConfigError("no database is named: give DBQueue(url), or set DBQUEUE_URL, or url under [jobs] in dbqueue.toml")
+            raise ConfigError(
+                "no database is named: give DBQueue(url), or set DBQUEUE_URL, or url under [jobs] in dbqueue.toml"
+            )
         return loaded
 
     @property
@@ -83,7 +90,7 @@ class DBQueue:
         return self._database
 
     @contextmanager
-    def rebound(self, job_settings: settings.JobSettings, clock: Clock | None = None) -> Any:
+    def rebound(self, job_settings: config.JobSettings, clock: Clock | None = None) -> Any:
         """Everything goes to another database until the block ends; for the testing kit (D21)."""
         before = self._settings, self._database
         self._settings, self._database = job_settings, open_database(job_settings, clock)
@@ -97,7 +104,9 @@ class DBQueue:
         """Creates or upgrades dbqueue's tables; returns what was applied. Safe when many processes do it at once (D6). Never inside
         a caller's transaction: raises NotSupported there."""
         if joined.current() is not None:
-            raise NotSupported("queue.migrate() inside using(...): your rollback would take the tables away again; call it at start-up")
+            raise NotSupported(
+                "queue.migrate() inside using(...): your rollback would take the tables away again; call it at start-up"
+            )
         return self.database.migrate()
 
     def close(self) -> None:
@@ -188,18 +197,22 @@ class DBQueue:
     ) -> JobRef:  # fmt: skip
         """Writes a job to a raw queue: no target, any JSON value as payload, claimed with ``queue.claim(name, ...)`` (A8). Joins
         like every enqueue. At most one unfinished job of the queue has ``key``."""
-        settings.check_name("queue", name)
-        settings.check_target_policy(f"raw queue {name}", max_attempts=max_attempts, timeout=1, priority=priority)
+        config.check_name("queue", name)
+        config.check_target_policy(f"raw queue {name}", max_attempts=max_attempts, timeout=1, priority=priority)
         try:
             data = msgspec.json.encode(payload)
         except (TypeError, ValueError, RecursionError, OverflowError) as error:
-            raise InvalidArgument(f"raw queue {name!r}: the payload is no JSON value ({type(error).__name__})") from None
+            raise InvalidArgument(
+                f"raw queue {name!r}: the payload is no JSON value ({type(error).__name__})"
+            ) from None
         if len(data) > MAX_PAYLOAD_BYTES:
-            raise InvalidArgument(f"raw queue {name!r}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}")
+            raise InvalidArgument(
+                f"raw queue {name!r}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}"
+            )
         at, wait = _when(run_at, delay)
         job = NewJob(
-            id=ids.new_id(), target=f"{settings.RESERVED_PREFIX}raw.{name}", queue=name, payload=data, max_attempts=max_attempts,
-            priority=stored_priority(priority), key=None if key is None else settings.check_key(key), run_at=at, delay=wait,
+            id=ids.new_id(), target=f"{config.RESERVED_PREFIX}raw.{name}", queue=name, payload=data, max_attempts=max_attempts,
+            priority=stored_priority(priority), key=None if key is None else config.check_key(key), run_at=at, delay=wait,
         )  # fmt: skip
         return self.write([job])[0]
 
@@ -210,8 +223,8 @@ class DBQueue:
 
         Commits before it returns: the attempt counts from here. If the process dies, the job is claimable again when the lease
         has ended by the database's clock. Whoever holds it calls ``heartbeat`` in time and ends with ``ack`` or ``retry``."""
-        settings.check_name("queue", name)
-        settings.check_name("worker", worker_id)
+        config.check_name("queue", name)
+        config.check_name("worker", worker_id)
         lease_us = lease_microseconds(lease)
         database = self.database
         database.ready()
@@ -237,7 +250,11 @@ class DBQueue:
     ) -> list[JobRecord]:  # fmt: skip
         """Jobs that match everything given, those changed last first."""
         states = () if state is None else (parse_state(state),)
-        return self._read(lambda d, s: views.find(d, s, states=states, queue=queue, target=target, key=key, limit=limit, offset=offset))
+        return self._read(
+            lambda d, s: views.find(
+                d, s, states=states, queue=queue, target=target, key=key, limit=limit, offset=offset
+            )
+        )
 
     def queues(self, queue: str | None = None) -> list[QueueDepth]:
         """Every queue with unfinished jobs: how many in which state, and the age in seconds of its oldest claimable one."""
@@ -264,7 +281,9 @@ class DBQueue:
         StaleUpdate."""
         raw, state = id_bytes(job_id), parse_state(outcome)
         if not isinstance(expected_updated_at, datetime) or expected_updated_at.tzinfo is None:
-            raise InvalidArgument("expected_updated_at must be the aware datetime that the job's record says (record.updated_at)")
+            raise InvalidArgument(
+                "expected_updated_at must be the aware datetime that the job's record says (record.updated_at)"
+            )
         instant = clock.to_instant(expected_updated_at)
         return self._change(lambda dialect, session: jobs.resolve(dialect, session, raw, state, instant))
 
@@ -273,7 +292,9 @@ class DBQueue:
         Call again until it returns 0: each call is one short transaction."""
         ended = [parse_state(state) for state in states]
         if not all(state.finished for state in ended):
-            raise InvalidArgument("only finished jobs are purged (succeeded, acked, dead, cancelled, discarded); cancel the others first")
+            raise InvalidArgument(
+                "only finished jobs are purged (succeeded, acked, dead, cancelled, discarded); cancel the others first"
+            )
         database = self.database
         database.ready()
 
@@ -299,12 +320,14 @@ class DBQueue:
             return database.run(lambda session: verb(database.dialect, session)).label
         block.check(database)
         if block.caller.buffer is not None:
-            raise NotSupported("cancel, retry and resolve cannot wait for an async session's commit; call them outside of using(...)")
+            raise NotSupported(
+                "cancel, retry and resolve cannot wait for an async session's commit; call them outside of using(...)"
+            )
         with joined.failures(database):
             return verb(database.dialect, block.session(database)).label
 
 
-def open_database(job_settings: settings.JobSettings, clock: Clock | None = None) -> Database:
+def open_database(job_settings: config.JobSettings, clock: Clock | None = None) -> Database:
     assert job_settings.url is not None
     return Database(
         job_settings.url,
@@ -329,13 +352,13 @@ def id_bytes(job_id: object) -> bytes:
 def parse_state(name: object) -> State:
     known = {state.label: state for state in State}
     if not isinstance(name, str) or name not in known:
-        raise InvalidArgument(f"a state is one of {', '.join(known)}; got {settings.describe(name)}")
+        raise InvalidArgument(f"a state is one of {', '.join(known)}; got {config.describe(name)}")
     return known[name]
 
 
 def lease_microseconds(lease: object) -> int:
     if isinstance(lease, bool) or not isinstance(lease, (int, float)) or not 0.1 <= lease <= 7_200:
-        raise InvalidArgument(f"lease must be a number of seconds from 0.1 to 7200; got {settings.describe(lease)}")
+        raise InvalidArgument(f"lease must be a number of seconds from 0.1 to 7200; got {config.describe(lease)}")
     return round(lease * clock.SECOND)
 
 

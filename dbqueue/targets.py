@@ -72,7 +72,9 @@ class Target(Generic[P]):
 
     __dbqueue_target__ = True  # told apart by the payload checks, which stand below this module
 
-    def __init__(self, name: str, handler: Callable[..., None], schema: PayloadSchema, policy: Policy, writer: Writer) -> None:
+    def __init__(
+        self, name: str, handler: Callable[..., None], schema: PayloadSchema, policy: Policy, writer: Writer
+    ) -> None:
         self.name, self.handler, self.schema, self.policy = name, handler, schema, policy
         self._writer = writer
         self.__doc__ = handler.__doc__
@@ -104,9 +106,13 @@ class Target(Generic[P]):
         listed = list(payloads)
         named = [None] * len(listed) if keys is None else list(keys)
         if len(named) != len(listed):
-            raise InvalidArgument(f"target {self.name!r}: {len(listed)} payloads but {len(named)} keys; give one key (or None) each")
+            raise InvalidArgument(
+                f"target {self.name!r}: {len(listed)} payloads but {len(named)} keys; give one key (or None) each"
+            )
         if len(listed) > MAX_BATCH:
-            raise InvalidArgument(f"target {self.name!r}: {len(listed)} payloads at once, the limit is {MAX_BATCH}; split them")
+            raise InvalidArgument(
+                f"target {self.name!r}: {len(listed)} payloads at once, the limit is {MAX_BATCH}; split them"
+            )
         when = _when(run_at, delay)
         jobs = [self._new(payload, key, *when, priority) for payload, key in zip(listed, named, strict=True)]
         return self._writer.write(jobs) if jobs else []
@@ -114,7 +120,9 @@ class Target(Generic[P]):
     def _new(self, payload: Any, key: str | None, run_at: int | None, delay: int, priority: int | None) -> NewJob:
         if payload is MISSING:
             if self.schema.record is not None:
-                raise InvalidArgument(f"target {self.name!r} takes a {self.schema.record.__name__}: give it to enqueue(...)")
+                raise InvalidArgument(
+                    f"target {self.name!r} takes a {self.schema.record.__name__}: give it to enqueue(...)"
+                )
             payload = None
         if priority is not None:
             check_target_policy(self.name, max_attempts=1, timeout=1, priority=priority)
@@ -163,7 +171,9 @@ def declare(
     if not inspect.isfunction(handler):
         raise InvalidTarget(f"@queue.job decorates a plain function; got {type(handler).__name__}")
     name = check_name("target", name or default_name(handler))
-    timeout_ms = check_target_policy(name, max_attempts=max_attempts, timeout=timeout, priority=priority, on_crash=on_crash)
+    timeout_ms = check_target_policy(
+        name, max_attempts=max_attempts, timeout=timeout, priority=priority, on_crash=on_crash
+    )
     try:
         policy = retry.parse(retry_policy, retry.Backoff(1, 1))
     except InvalidArgument as error:
@@ -200,19 +210,29 @@ def _record_of(handler: Callable[..., Any], name: str, namespace: dict[str, Any]
     def refuse(what: str, remedy: str) -> NoReturn:
         raise InvalidTarget(f"target {name!r}: {what}; {remedy}")
 
-    if inspect.iscoroutinefunction(handler) or inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+    if (
+        inspect.iscoroutinefunction(handler)
+        or inspect.isgeneratorfunction(handler)
+        or inspect.isasyncgenfunction(handler)
+    ):
         refuse("it is a coroutine or generator function", "write a plain function")
     parameters = list(inspect.signature(handler).parameters.values())
     try:
         hints = typing.get_type_hints(handler, localns=namespace, include_extras=True)
     except Exception as error:
-        refuse(f"its annotations cannot be resolved ({type(error).__name__})", "import the names that they use at module level")
+        refuse(
+            f"its annotations cannot be resolved ({type(error).__name__})",
+            "import the names that they use at module level",
+        )
     if "return" not in hints or hints["return"] is not type(None):
         refuse("return: a handler returns None", "annotate it with -> None and store results where they belong")
     if not parameters:
         return None
     for parameter in parameters[1:]:
-        refuse(f"parameter {parameter.name!r}: a handler takes one record or nothing", "make its values fields of one record")
+        refuse(
+            f"parameter {parameter.name!r}: a handler takes one record or nothing",
+            "make its values fields of one record",
+        )
     only = parameters[0]
     if only.kind not in (only.POSITIONAL_ONLY, only.POSITIONAL_OR_KEYWORD) or only.default is not only.empty:
         refuse(f"parameter {only.name!r}: it must be plain, without a default", "declare it as `payload: Record`")
@@ -229,7 +249,9 @@ def _when(run_at: datetime | None, delay: float | None) -> tuple[int | None, int
         if not isinstance(run_at, datetime):
             raise InvalidArgument(f"run_at must be an aware datetime; got {describe(run_at)}")
         if run_at.tzinfo is None or run_at.utcoffset() is None:
-            raise InvalidArgument("run_at must be aware: a datetime without a timezone names no instant (add tzinfo=timezone.utc)")
+            raise InvalidArgument(
+                "run_at must be aware: a datetime without a timezone names no instant (add tzinfo=timezone.utc)"
+            )
         return clock.to_instant(run_at), 0
     if delay is None:
         return None, 0

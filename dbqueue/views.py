@@ -95,7 +95,9 @@ def find(
 ) -> list[JobRecord]:
     """Jobs that match everything given, the ones changed last first."""
     statement = _records(dialect, False, states, queue=queue, target=target, key=key, task_id=task_id)
-    return [_record(row) for row in _run(dialect, session, statement.order_by(_newest(), "id").limit(limit).offset(offset))]
+    return [
+        _record(row) for row in _run(dialect, session, statement.order_by(_newest(), "id").limit(limit).offset(offset))
+    ]
 
 
 def depths(dialect: Dialect, session: Session, queue: str | None = None) -> list[QueueDepth]:

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import sqlalchemy
@@ -21,6 +21,7 @@ from sqlalchemy import pool
 from dbqueue.clock import POSTGRES_NOW, SQLITE_NOW, Clock
 from dbqueue.database import joined, migrate
 from dbqueue.database.dialect import Dialect, OwnSession, Session
+from dbqueue.database.migrate import Migration
 from dbqueue.database.postgres import Postgres
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.database.tables import Names
@@ -109,7 +110,9 @@ class Database:
             raise
         except Exception as error:
             if isinstance(error, sqlalchemy.exc.TimeoutError):
-                raise DatabaseBusy("every pooled connection is in use; raise the pool's size or use fewer threads") from error
+                raise DatabaseBusy(
+                    "every pooled connection is in use; raise the pool's size or use fewer threads"
+                ) from error
             kind = self.dialect.classify(error)
             if kind is None:
                 raise
@@ -199,7 +202,12 @@ class Database:
                 self._pool, self._pid = None, os.getpid()
             if self._pool is None:
                 self._pool = pool.QueuePool(
-                    self.dialect.connect, pool_size=self._pool_size, max_overflow=0, timeout=30, reset_on_return=None, use_lifo=True
+                    self.dialect.connect,
+                    pool_size=self._pool_size,
+                    max_overflow=0,
+                    timeout=30,
+                    reset_on_return=None,
+                    use_lifo=True,
                 )
             return self._pool
 
@@ -248,14 +256,14 @@ class Database:
                 self._database_id = self.dialect.database_id(session)
                 self._ready = True
 
-    def migrate(self) -> list[migrate.Migration]:
+    def migrate(self) -> list[Migration]:
         """Applies pending migrations and returns them. Raises SchemaTooNew."""
         with self.session() as session:
             done = migrate.migrate(self.dialect, session)
         self._ready = False
         return done
 
-    def pending_migrations(self) -> list[migrate.Migration]:
+    def pending_migrations(self) -> list[Migration]:
         with self.session() as session:
             return migrate.pending(self.dialect, session)
 
@@ -291,13 +299,13 @@ def _own_options(url: sqlalchemy.URL, schema: str, prefix: str) -> tuple[sqlalch
 
 
 def _describe(error: BaseException, kind: type[QueueError]) -> str:
-    code = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or getattr(error, "sqlite_errorname", None)
+    code = (
+        getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or getattr(error, "sqlite_errorname", None)
+    )
     first = (kind.__doc__ or "").split("``__cause__``")[0].strip().replace("\n    ", " ")
     return f"{first} ({type(error).__name__}{f' {code}' if code else ''})"
 
 
 def _roll_back(session: OwnSession) -> None:
-    try:
+    with suppress(Exception):  # the first error is the one to tell; a dead connection is discarded by it
         session.rollback()
-    except Exception:  # noqa: S110 -- the first error is the one to tell; a dead connection is discarded by it
-        pass

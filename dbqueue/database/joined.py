@@ -226,7 +226,10 @@ def _bind_dialect(session: orm.Session) -> str:
 def _sqlalchemy(connection: sqlalchemy.Connection) -> tuple[Session, Any]:
     if connection.dialect.is_async:
         driver = connection.connection.dbapi_connection
-        if getattr(driver, "autocommit", False) is True or getattr(driver, "isolation_level", "") in ("autocommit", None):
+        if getattr(driver, "autocommit", False) is True or getattr(driver, "isolation_level", "") in (
+            "autocommit",
+            None,
+        ):
             raise NotInTransaction(_AUTOCOMMIT)
         return SqlalchemySession(connection), driver
     return _driver(connection.connection.driver_connection)

@@ -71,7 +71,9 @@ def _apply(dialect: Dialect, session: OwnSession, migration: Migration) -> None:
     dialect.run_script(session, migration.script)
     if migration.version == 1:
         # Tells this database from every other one, however a URL spells it (socket, pooler, name).
-        dialect.run_script(session, names.fill(f"INSERT INTO {{meta}} VALUES ('database_id', '{secrets.token_hex(16)}');\n"))
+        dialect.run_script(
+            session, names.fill(f"INSERT INTO {{meta}} VALUES ('database_id', '{secrets.token_hex(16)}');\n")
+        )
     record = f"INSERT INTO {{migrations}} VALUES ({migration.version}, '{migration.name}', {dialect.now(session)});\n"
     dialect.run_script(session, names.fill(record))
 
@@ -85,7 +87,11 @@ def script(dialect: Dialect, todo: list[Migration], now_expression: str) -> str:
         parts.append(migration.script.strip())
         if migration.version == 1:
             parts.append(names.fill(f"INSERT INTO {{meta}} VALUES ('database_id', '{secrets.token_hex(16)}');"))
-        parts.append(names.fill(f"INSERT INTO {{migrations}} VALUES ({migration.version}, '{migration.name}', {now_expression});"))
+        parts.append(
+            names.fill(
+                f"INSERT INTO {{migrations}} VALUES ({migration.version}, '{migration.name}', {now_expression});"
+            )
+        )
     return "\n\n".join(["BEGIN;", *parts, "COMMIT;"]) + "\n" if parts else ""
 
 
@@ -93,10 +99,14 @@ def check(dialect: Dialect, session: Session) -> None:
     """Raises SchemaMissing, SchemaOutdated or SchemaTooNew unless the schema is exactly what this code knows."""
     version = dialect.schema_version(session)
     if version is None:
-        raise SchemaMissing("dbqueue's tables are not in this database: run `dbqueue migrate` or call queue.migrate() at start-up")
+        raise SchemaMissing(
+            "dbqueue's tables are not in this database: run `dbqueue migrate` or call queue.migrate() at start-up"
+        )
     _refuse_newer(version)
     if version < SCHEMA_VERSION:
-        raise SchemaOutdated(f"dbqueue's tables are at version {version}, this code needs {SCHEMA_VERSION}: run `dbqueue migrate`")
+        raise SchemaOutdated(
+            f"dbqueue's tables are at version {version}, this code needs {SCHEMA_VERSION}: run `dbqueue migrate`"
+        )
 
 
 def _refuse_newer(version: int) -> None:

@@ -52,9 +52,7 @@ NOW = f"({POSTGRES_NOW} + %(offset)s::bigint)"
 # whole cluster. It stands in a RETURNING or above an aggregate, so it runs when the transaction already has its id: a sleeper
 # that announced itself later waits for that id to end before it trusts its last look.
 GATE_KEY = "hashtextextended(%(salt)s::text || {queue}, 0)"
-GATE = (
-    "CASE WHEN pg_try_advisory_lock(" + GATE_KEY + ") THEN NOT pg_advisory_unlock(" + GATE_KEY + ") ELSE true END"
-)
+GATE = "CASE WHEN pg_try_advisory_lock(" + GATE_KEY + ") THEN NOT pg_advisory_unlock(" + GATE_KEY + ") ELSE true END"
 RING = "pg_notify('dbqueue_' || to_hex(" + GATE_KEY + "), '')"
 
 _NEW_COLUMNS = (
@@ -389,11 +387,18 @@ class Postgres:
     probes: ClassVar[bool] = False
 
     def __init__(
-        self, url: sqlalchemy.URL, names: Names, clock: Clock, *, notify: bool = True, soon: int = 250_000, keep: bool = False
+        self,
+        url: sqlalchemy.URL,
+        names: Names,
+        clock: Clock,
+        *,
+        notify: bool = True,
+        soon: int = 250_000,
+        keep: bool = False,
     ) -> None:
         self.url, self.names, self.clock = url, names, clock
         self.notify, self.soon, self.keep = notify, soon, keep
-        self._sqlalchemy = sqlalchemy_psycopg.dialect()
+        self._sqlalchemy = sqlalchemy_psycopg.dialect()  # type: ignore[no-untyped-call]
         fill = names.fill
         enqueue = ENQUEUE if notify else ENQUEUE.replace(GATE.replace("{queue}", "%(queue)s::text"), "false")
         self._enqueue, self._enqueue_many, self._exists = fill(enqueue), fill(ENQUEUE_MANY), fill(EXISTS)
@@ -461,10 +466,16 @@ class Postgres:
     def lock_schema(self, session: Session) -> None:
         """Until the transaction ends; a session's lock would leak through a transaction pooler."""
         session.execute("SET LOCAL lock_timeout = '10s'")
-        session.execute("SELECT pg_advisory_xact_lock(hashtextextended('dbqueue.migrate' || %(salt)s::text, 0))", {"salt": self.names.salt})
+        session.execute(
+            "SELECT pg_advisory_xact_lock(hashtextextended('dbqueue.migrate' || %(salt)s::text, 0))",
+            {"salt": self.names.salt},
+        )
 
     def schema_version(self, session: Session) -> int | None:
-        if session.execute("SELECT to_regclass(%(name)s::text)", {"name": self.names.qualified("migrations")})[0][0] is None:
+        if (
+            session.execute("SELECT to_regclass(%(name)s::text)", {"name": self.names.qualified("migrations")})[0][0]
+            is None
+        ):
             return None
         return int(session.execute(self.names.fill("SELECT COALESCE(max(version), 0) FROM {migrations}"))[0][0])
 
@@ -561,7 +572,9 @@ class Postgres:
         if turn.settlements:
             if all(s.plain for s in turn.settlements):
                 ids, tokens = _identities(turn.settlements)
-                steps.append(("fast", self._settle_fast, self._clock() | {"ids": ids, "tokens": tokens, "keep": self.keep}))
+                steps.append(
+                    ("fast", self._settle_fast, self._clock() | {"ids": ids, "tokens": tokens, "keep": self.keep})
+                )
             else:
                 steps.append(("settle", self._settle, self._settle_params(turn.settlements)))
                 queues = sorted({s.queue for s in turn.settlements if s.state is State.PENDING and s.delay < self.soon})
@@ -583,12 +596,17 @@ class Postgres:
             text = self._sweep_texts.get(limit) or self._sweep_texts.setdefault(limit, self._text(CLAIM_SWEEP, limit))
             return "sweep", text, params | {"queues": list(claim.queues)}
         text = self._marked_texts.get(limit) or self._marked_texts.setdefault(limit, self._text(CLAIM_MARKED, limit))
-        return "marked", text, params | {
-            "queues": [lane[0] for lane in lanes],
-            "priorities": [lane[1] for lane in lanes],
-            "mark_at": [lane[2] for lane in lanes],
-            "mark_id": [lane[3].hex() for lane in lanes],
-        }
+        return (
+            "marked",
+            text,
+            params
+            | {
+                "queues": [lane[0] for lane in lanes],
+                "priorities": [lane[1] for lane in lanes],
+                "mark_at": [lane[2] for lane in lanes],
+                "mark_id": [lane[3].hex() for lane in lanes],
+            },
+        )
 
     def _text(self, template: str, limit: int) -> str:
         return self.names.fill(template).replace("{limit}", str(limit)).replace("{notify}", str(self.notify).lower())
@@ -640,7 +658,9 @@ class Postgres:
 
     def renew(self, session: Session, held: Sequence[Held], lease: int) -> list[Fact]:
         ids, tokens = _identities(held)
-        return _in_order(held, session.execute(self._renew, self._clock() | {"ids": ids, "tokens": tokens, "lease": lease}))
+        return _in_order(
+            held, session.execute(self._renew, self._clock() | {"ids": ids, "tokens": tokens, "lease": lease})
+        )
 
     def probe(self, session: OwnSession, queues: tuple[str, ...]) -> bool:
         return bool(session.execute(self._probe, {"queues": list(queues)})[0][0])
@@ -689,7 +709,9 @@ class Postgres:
         found = self._found(session, job_id)
         if found is State.BLOCKED:
             rows = session.execute(self.names.fill(RETRY_BLOCKED), params)
-            return self._revived(session, Changed(found, bool(rows), None if rows else "key"), rows[0][0] if rows else None)
+            return self._revived(
+                session, Changed(found, bool(rows), None if rows else "key"), rows[0][0] if rows else None
+            )
         if found is None or not found.finished:
             return Changed(found, False)
         rows = session.execute(self.names.fill(RETRY_FINISHED), params)

@@ -92,7 +92,9 @@ UPDATE {jobs} SET state = 1, attempt = attempt + 1, token = :token, worker = :wo
   started_at = :now, updated_at = :now WHERE id = :id AND ready_at IS NOT NULL
 """
 
-_MOVED = ", ".join(name for name in FINISHED_COLUMNS if name not in ("state", "finished_at", "payload", "error_kind", "error_summary"))
+_MOVED = ", ".join(
+    name for name in FINISHED_COLUMNS if name not in ("state", "finished_at", "payload", "error_kind", "error_summary")
+)
 
 _FINISH = f"""
 INSERT INTO {{finished}} ({_MOVED}, payload, error_kind, error_summary, state, finished_at)
@@ -344,7 +346,11 @@ class Sqlite:
                 return Enqueued(as_bytes(holder[0][0]), True)
             if job.key is None:
                 raise DifferentDatabase(different_database())
-        raise DifferentDatabase(different_database()) if database_id else DatabaseBusy("the job's key kept changing hands")
+        raise (
+            DifferentDatabase(different_database())
+            if database_id
+            else DatabaseBusy("the job's key kept changing hands")
+        )
 
     def enqueue_many(self, session: Session, jobs: Sequence[NewJob], database_id: str | None = None) -> list[Enqueued]:
         return [self.enqueue(session, job, database_id) for job in jobs]
@@ -384,7 +390,13 @@ class Sqlite:
         common = {"token": claim.token, "worker": claim.worker, "lease_until": until, "now": now}
         session.execute_all(self._text(CLAIM_TAKE), [common | {"id": row[0]} for row in rows])
         return [
-            ClaimedRow(id=row[0], token=claim.token, ready_at=row[13], lease_until=until, **dict(zip(_LOOK, row[1:13], strict=True)))
+            ClaimedRow(
+                id=row[0],
+                token=claim.token,
+                ready_at=row[13],
+                lease_until=until,
+                **dict(zip(_LOOK, row[1:13], strict=True)),
+            )
             for row in rows
         ]
 

@@ -14,7 +14,6 @@ from dbqueue.settings import check_name
 T = TypeVar("T")
 
 
-
 class JobContext:
     """The job that the current thread executes: ``dbqueue.current_job()``."""
 

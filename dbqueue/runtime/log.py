@@ -20,7 +20,13 @@ def _started(e: events.JobStarted) -> tuple[int, str, tuple[Any, ...]]:
 
 
 def _ended(e: events.JobEnded) -> tuple[int, str, tuple[Any, ...]]:
-    level = INFO if e.outcome == "succeeded" or e.kind == "released" else ERROR if e.outcome in ("dead", "blocked") else WARNING
+    level = (
+        INFO
+        if e.outcome == "succeeded" or e.kind == "released"
+        else ERROR
+        if e.outcome in ("dead", "blocked")
+        else WARNING
+    )
     text, args = "job %s %s %s, attempt %d, %.3f s", [e.id, e.target, e.outcome, e.attempt, e.duration]
     if e.kind is not None:
         text, args = text + ", %s", [*args, e.kind if e.summary is None else f"{e.kind}: {e.summary}"]

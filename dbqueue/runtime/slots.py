@@ -128,6 +128,8 @@ def execute(work: Work) -> Outcome:
         return ended(State.PENDING, Kind.FAILED, summary_of(error), wish)
     except BaseException as error:  # a SystemExit in a handler is its failure, not the worker's
         # The log may say more than the row does (D10).
-        log.warning("job %s %s raised in attempt %d", work.context.id, work.target.name, work.row.attempt, exc_info=error)
+        log.warning(
+            "job %s %s raised in attempt %d", work.context.id, work.target.name, work.row.attempt, exc_info=error
+        )
         return ended(State.PENDING, Kind.FAILED, summary_of(error))
     return ended(State.SUCCEEDED)

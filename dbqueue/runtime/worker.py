@@ -106,7 +106,9 @@ class Worker:
         self.poll = job_settings.poll_ms / 1000
         self.history = max(job_settings.history_ms / 1000, SHORTEST_HISTORY)
         self.backoff = Backoff(job_settings.retry_base_ms / 1000, job_settings.retry_max_ms / 1000)
-        self.database.grow_pool(size + 1)  # D18: handlers share the pool; the loop's own connections stand outside of it
+        self.database.grow_pool(
+            size + 1
+        )  # D18: handlers share the pool; the loop's own connections stand outside of it
         self.name = self.options.name or ids.worker_id(socket.gethostname())
         self.wake = Wake()
         self.slots = ThreadSlots(size, self.wake.ring)
@@ -150,7 +152,9 @@ class Worker:
         """Works until it was asked to stop and has nothing left in its hands; returns the exit code."""
         self.database.ready()
         events.emit(
-            events.WorkerStarted(self.name, self.database.label, self.queues, self.slots.size, self.lease / 1e6, len(self.targets))
+            events.WorkerStarted(
+                self.name, self.database.label, self.queues, self.slots.size, self.lease / 1e6, len(self.targets)
+            )
         )
         try:
             while True:
@@ -476,7 +480,9 @@ class Worker:
                 running.give_up_at = now + min(TIMEOUT_GRACE, self.lease / 4e6)
                 running.work.context.cancel()
                 timeout = (running.row.timeout_ms or 0) / 1000
-                events.emit(events.JobTimedOut(running.work.context.id, running.row.target, running.row.attempt, timeout))
+                events.emit(
+                    events.JobTimedOut(running.work.context.id, running.row.target, running.row.attempt, timeout)
+                )
             elif running.timed_out and now >= running.give_up_at:
                 self._abandon(running, now)
 
