@@ -101,3 +101,16 @@ def allowed(verb: str, state: State) -> bool:
 def sources(verb: str) -> tuple[State, ...]:
     """The states that the verb may start from."""
     return tuple(state for (name, state) in MOVES if name == verb)
+
+
+def diagram() -> str:
+    """The MOVES table as a Mermaid state diagram; the README holds this text, and a test compares."""
+    lines = ["stateDiagram-v2", "    [*] --> pending: enqueue"]
+    arrows: dict[tuple[State, State], list[str]] = {}
+    for (verb, source), ends in MOVES.items():
+        for end in ends:
+            if end is not source:
+                arrows.setdefault((source, end), []).append(verb.replace("_later", ""))
+    for (source, end), verbs in arrows.items():
+        lines.append(f"    {source.label} --> {end.label}: {', '.join(dict.fromkeys(verbs))}")
+    return "\n".join(lines)

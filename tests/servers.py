@@ -91,15 +91,15 @@ def _candidates(major: int) -> list[Path]:
 
 
 class Servers:
-    """All servers of one test session."""
+    """All servers of one test session. ``on_disk``: never in memory, for measurements."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_disk: bool = False) -> None:
         self._shared: dict[int, Server] = {}
         self._all: list[Server] = []
         self._account = _account()
         self._owner = os.getpid()
         in_memory = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
-        roomy = in_memory and shutil.disk_usage(_MEMORY).free >= _MEMORY_NEEDED
+        roomy = not on_disk and in_memory and shutil.disk_usage(_MEMORY).free >= _MEMORY_NEEDED
         self._data = self._make_directory(_MEMORY if roomy else Path(tempfile.gettempdir()))
         # Apart from the data, because memory is often mounted noexec.
         self._binaries = self._make_directory(Path(tempfile.gettempdir()))
@@ -254,6 +254,11 @@ class Server:
     def restart(self, mode: str = "fast") -> None:
         self.stop(mode)
         self.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -1,0 +1,363 @@
+"""The systems that are measured: how each is emptied, filled and worked on. Run as ``python -m bench.systems NAME work|produce ...``
+in a process of its own; environment: BENCH_PG (a URL), BENCH_DIR (a folder on disk), BENCH_TALLY (the counter's file)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from bench.tally import Tally
+
+PAYLOAD = "x" * 170  # with its frame about 200 bytes of JSON
+PG = os.environ.get("BENCH_PG", "")
+DIR = Path(os.environ.get("BENCH_DIR", "."))
+
+
+def tally(slot: int) -> Tally:
+    return Tally(os.environ["BENCH_TALLY"], slot)
+
+
+class System:
+    name: ClassVar[str]
+    database: ClassVar[str] = "postgresql"
+    variants: ClassVar[tuple[str, ...]] = ("",)
+
+    def reset(self) -> None:
+        """An empty queue with its schema."""
+
+    def fill(self, n: int) -> None:
+        """n jobs, as quickly as it can."""
+        raise NotImplementedError
+
+    def open(self) -> Callable[[int], object]:
+        """The producer: a function that enqueues one durable job; its argument is the time sent (0: not wanted)."""
+        raise NotImplementedError
+
+    def bulk(self, n: int) -> None:
+        self.fill(n)
+
+    def work(self, variant: str, slot: int) -> None:
+        """The worker, until it is killed."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Noop:
+    text: str
+    sent: int = 0
+
+
+class Dbqueue(System):
+    name = "dbqueue"
+    variants = ("4", "16", "100")
+
+    def url(self) -> str:
+        return PG
+
+    def queue(self, **options: Any) -> tuple[Any, Any]:
+        from dbqueue import DBQueue
+
+        queue = DBQueue(self.url(), **options)
+        counter: list[Tally] = []
+        self.counter = counter
+
+        @queue.job(max_attempts=5, timeout=30, name="bench.noop")
+        def noop(job: Noop) -> None:
+            counter[0].hit(job.sent)
+
+        return queue, noop
+
+    def reset(self) -> None:
+        reset_postgres()
+        self.queue()[0].migrate()
+
+    def fill(self, n: int) -> None:
+        _, noop = self.queue()
+        for _ in range(n // 1_000):
+            noop.enqueue_many([Noop(PAYLOAD)] * 1_000)
+
+    def open(self) -> Callable[[int], object]:
+        _, noop = self.queue()
+        return lambda sent: noop.enqueue(Noop(PAYLOAD, sent))
+
+    def work(self, variant: str, slot: int) -> None:
+        from dbqueue.runtime.worker import WorkerOptions, run_worker
+
+        queue, _ = self.queue()
+        self.counter.append(tally(slot))
+        logging.disable(logging.ERROR)
+        run_worker(queue, WorkerOptions(slots=int(variant or 4)))
+
+
+class DbqueueSqlite(Dbqueue):
+    name = "dbqueue-sqlite"
+    database = "sqlite"
+
+    def url(self) -> str:
+        return f"sqlite:///{DIR}/dbqueue.db"
+
+    def reset(self) -> None:
+        wipe("dbqueue.db")
+        self.queue()[0].migrate()
+
+
+class Floor(System):
+    """What one connection can do without any rule: pipelined claim and plain DELETE, no history, no lock, no clock."""
+
+    name = "floor"
+    variants = ("4", "16", "100")
+    _claim = (
+        "UPDATE floor SET state = 1 WHERE id = ANY(ARRAY(SELECT id FROM floor WHERE state = 0 ORDER BY id LIMIT {n} "
+        "FOR UPDATE SKIP LOCKED)) RETURNING id, payload"
+    )
+
+    def reset(self) -> None:
+        reset_postgres()
+        with connect() as connection:
+            connection.execute(
+                "CREATE TABLE floor (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, state int, payload bytea)"
+            )
+            connection.execute("CREATE INDEX ON floor (id) WHERE state = 0")
+
+    def fill(self, n: int) -> None:
+        with connect() as connection:
+            connection.execute(
+                "INSERT INTO floor (state, payload) SELECT 0, %s FROM generate_series(1, %s)", (PAYLOAD.encode(), n)
+            )
+
+    def open(self) -> Callable[[int], object]:
+        connection = connect()
+        return lambda sent: connection.execute("INSERT INTO floor (state, payload) VALUES (0, %s)", (PAYLOAD.encode(),))
+
+    def work(self, variant: str, slot: int) -> None:
+        counter, connection, done = tally(slot), connect(), []
+        claim = self._claim.format(n=int(variant))
+        while True:
+            with connection.pipeline():
+                cursor = connection.cursor(binary=True)
+                if done:
+                    connection.execute("DELETE FROM floor WHERE id = ANY(%s)", (done,), prepare=True)
+                cursor.execute(claim, prepare=True)
+            done = [row[0] for row in cursor.fetchall()]
+            for _ in done:
+                counter.hit()
+
+
+class PgQueuer(System):
+    """Asynchronous, asyncpg; batch 10 is its default, 100 the tuned one."""
+
+    name = "pgqueuer"
+    variants = ("100",)
+
+    def run(self, body: Callable[[Any, Any], Any]) -> Any:
+        async def main() -> Any:
+            import asyncpg
+            from pgqueuer.db import AsyncpgDriver
+
+            connection = await asyncpg.connect(PG)
+            try:
+                return await body(connection, AsyncpgDriver(connection))
+            finally:
+                await connection.close()
+
+        return asyncio.run(main())
+
+    def reset(self) -> None:
+        from pgqueuer.queries import Queries
+
+        reset_postgres()
+        self.run(lambda connection, driver: Queries(driver).install())
+
+    def fill(self, n: int) -> None:
+        from pgqueuer.queries import Queries
+
+        async def body(connection: Any, driver: Any) -> None:
+            for _ in range(n // 1_000):
+                await Queries(driver).enqueue(["noop"] * 1_000, [PAYLOAD.encode()] * 1_000, [0] * 1_000)
+
+        self.run(body)
+
+    def open(self) -> Callable[[int], object]:
+        import asyncpg
+        from pgqueuer.db import AsyncpgDriver
+        from pgqueuer.queries import Queries
+
+        loop = asyncio.new_event_loop()
+        queries = Queries(AsyncpgDriver(loop.run_until_complete(asyncpg.connect(PG))))
+        return lambda sent: loop.run_until_complete(queries.enqueue("noop", str(sent or "").encode()))
+
+    def work(self, variant: str, slot: int) -> None:
+        counter = tally(slot)
+
+        async def body(connection: Any, driver: Any) -> None:
+            from pgqueuer import PgQueuer as Library
+
+            library = Library(driver)
+
+            @library.entrypoint("noop")
+            async def noop(job: Any) -> None:
+                text = job.payload.decode() if job.payload else ""
+                counter.hit(int(text) if text.isdigit() else 0)
+
+            await library.run(batch_size=int(variant))
+
+        self.run(body)
+
+
+class Procrastinate(System):
+    name = "procrastinate"
+    variants = ("10",)
+
+    def app(self) -> tuple[Any, Any]:
+        import procrastinate
+
+        app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=PG))
+        self.counter: list[Tally] = []
+
+        @app.task(name="noop")
+        async def noop(text: str, sent: int) -> None:
+            self.counter[0].hit(sent)
+
+        return app, noop
+
+    def reset(self) -> None:
+        reset_postgres()
+        app, _ = self.app()
+
+        async def body() -> None:
+            async with app.open_async():
+                await app.schema_manager.apply_schema_async()
+
+        asyncio.run(body())
+
+    def fill(self, n: int) -> None:
+        app, noop = self.app()
+
+        async def body() -> None:
+            async with app.open_async():
+                for _ in range(n // 1_000):
+                    await noop.batch_defer_async(*[{"text": PAYLOAD, "sent": 0}] * 1_000)
+
+        asyncio.run(body())
+
+    def open(self) -> Callable[[int], object]:
+        app, noop = self.app()
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(app.open_async())
+        return lambda sent: loop.run_until_complete(noop.defer_async(text=PAYLOAD, sent=sent))
+
+    def work(self, variant: str, slot: int) -> None:
+        app, _ = self.app()
+        self.counter.append(tally(slot))
+        logging.disable(logging.ERROR)
+
+        async def body() -> None:
+            async with app.open_async():
+                await app.run_worker_async(concurrency=int(variant), install_signal_handlers=False)
+
+        asyncio.run(body())
+
+
+class HueySqlite(System):
+    """Threads on a SQLite file, synchronous=OFF by default: not durable."""
+
+    name, database = "huey-sqlite", "sqlite"
+    variants = ("1", "2")
+
+    def app(self, slot: int | None = None) -> tuple[Any, Any]:
+        from huey import SqliteHuey
+
+        huey = SqliteHuey("bench", filename=str(DIR / "huey.db"), results=False)
+        counter = None if slot is None else tally(slot)
+
+        @huey.task(name="noop")
+        def noop(text: str, sent: int) -> None:
+            if counter is not None:
+                counter.hit(sent)
+
+        return huey, noop
+
+    def reset(self) -> None:
+        wipe("huey.db")
+
+    def fill(self, n: int) -> None:
+        import sqlite3
+
+        self.open()(0)
+        with sqlite3.connect(DIR / "huey.db") as connection:
+            connection.execute(
+                "WITH RECURSIVE g(i) AS (SELECT 2 UNION ALL SELECT i + 1 FROM g WHERE i < ?) INSERT INTO task (queue, data, priority) "
+                "SELECT queue, data, priority FROM (SELECT * FROM task LIMIT 1), g",
+                (n,),
+            )
+
+    def open(self) -> Callable[[int], object]:
+        _, noop = self.app()
+        return lambda sent: noop(PAYLOAD, sent)
+
+    def work(self, variant: str, slot: int) -> None:
+        huey, _ = self.app(slot)
+        logging.disable(logging.ERROR)
+        huey.create_consumer(workers=int(variant), periodic=False, worker_type="thread").run()
+
+
+def connect() -> Any:
+    import psycopg
+
+    return psycopg.connect(PG, autocommit=True)
+
+
+def reset_postgres() -> None:
+    with connect() as connection:
+        connection.execute("DROP SCHEMA public CASCADE")
+        connection.execute("CREATE SCHEMA public")
+
+
+def wipe(name: str) -> None:
+    for path in DIR.glob(name + "*"):
+        path.unlink()
+
+
+SYSTEMS: dict[str, System] = {
+    s.name: s for s in (Dbqueue(), DbqueueSqlite(), Floor(), PgQueuer(), Procrastinate(), HueySqlite())
+}
+
+
+def main(name: str, what: str, *args: str) -> None:
+    system = SYSTEMS[name]
+    if what == "reset":
+        system.reset()
+    elif what == "fill":
+        system.fill(int(args[0]))
+    elif what == "work":
+        system.work(args[0], int(args[1]))
+    elif what == "one":  # enqueue one by one for some seconds
+        send, seconds = system.open(), float(args[0])
+        send(0)
+        began, n = time.monotonic(), 0
+        while time.monotonic() - began < seconds:
+            send(0)
+            n += 1
+        print(json.dumps({"rate": n / (time.monotonic() - began)}))
+    elif what == "bulk":
+        system.bulk(1_000)
+        began = time.monotonic()
+        system.bulk(int(args[0]))
+        print(json.dumps({"rate": int(args[0]) / (time.monotonic() - began)}))
+    elif what == "paced":  # n jobs at intervals that no poll is a multiple of
+        send = system.open()
+        for n in range(int(args[0])):
+            time.sleep(0.031 + 0.0007 * (n % 7))
+            send(time.monotonic_ns())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
