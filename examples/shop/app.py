@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import dbqueue
@@ -24,8 +24,17 @@ queue = DBQueue(f"sqlite:///{DATABASE}", lease=2)
 
 
 @dataclass(frozen=True)
+class Order:
+    id: int
+    customer: str
+    item: str
+    quantity: int
+    unit_cents: int
+
+
+@dataclass(frozen=True)
 class Receipt:
-    order: ModelId["Order"]
+    order: ModelId[Order]
 
 
 @queue.job(max_attempts=5, timeout=1.5)
@@ -48,15 +57,12 @@ class Declined(Exception):
     """The card was declined: the order is rolled back, and its receipt job with it."""
 
 
-def place_order(shop: sqlite3.Connection, order: dict[str, str]) -> None:
+def place_order(shop: sqlite3.Connection, order: Order, payment: str) -> None:
     """One transaction: the order and its receipt job, both or neither."""
     with shop, dbqueue.using(shop):
-        shop.execute(
-            "INSERT INTO orders VALUES (?, ?, ?, ?, ?)",
-            (int(order["order"]), order["customer"], order["item"], int(order["quantity"]), int(order["unit_cents"])),
-        )
-        write_receipt.enqueue(Receipt(int(order["order"])), key=f"order:{order['order']}")
-        if order["payment"] == "declined":
+        shop.execute("INSERT INTO orders VALUES (?, ?, ?, ?, ?)", astuple(order))
+        write_receipt.enqueue(Receipt(order.id), key=f"order:{order.id}")
+        if payment == "declined":
             raise Declined
 
 

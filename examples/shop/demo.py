@@ -36,9 +36,10 @@ def run() -> int:
         orders = list(csv.DictReader(file))
     shop = app.connect()
     declined = 0
-    for order in orders:
+    for row in orders:
+        order = app.Order(int(row["order"]), row["customer"], row["item"], int(row["quantity"]), int(row["unit_cents"]))
         try:
-            app.place_order(shop, order)
+            app.place_order(shop, order, row["payment"])
         except app.Declined:
             declined += 1
     shop.close()
