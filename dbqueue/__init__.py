@@ -1,100 +1,29 @@
 """dbqueue: durable jobs in the database that you already have (distribution ``celery-dbqueue``).
 
-The public names; everything else is internal and may change.
+The public names are those of ``dbqueue.public``. They are loaded when the first of them is asked for: pytest loads our plugin, and
+kombu our transport's names, in programs that may never use a queue, and SQLAlchemy alone takes half a second.
 """
 
-from dbqueue.claimed import ClaimedJob
-from dbqueue.database.joined import using
-from dbqueue.errors import (
-    Bury,
-    ClaimBusy,
-    Closed,
-    Code,
-    ConfigError,
-    ConnectionLost,
-    DatabaseBusy,
-    DatabaseError,
-    DifferentDatabase,
-    EnqueueFailed,
-    IllegalMove,
-    InvalidArgument,
-    InvalidName,
-    InvalidPayload,
-    InvalidTarget,
-    JobError,
-    JobNotFound,
-    KeyTaken,
-    LostClaim,
-    NotInTransaction,
-    NotSupported,
-    QueueError,
-    ReservedName,
-    RetryLater,
-    SchemaMissing,
-    SchemaOutdated,
-    SchemaTooNew,
-    StaleUpdate,
-    TargetIsNotAValue,
-    TransactionClosed,
-    TransactionTooOld,
-    UnknownTarget,
-    WouldDeadlock,
-)
-from dbqueue.payload import CorruptPayload, ModelId
-from dbqueue.queue import DBQueue
-from dbqueue.retry import Backoff, Delays
-from dbqueue.runtime.context import JobContext, Port, current_job
-from dbqueue.targets import JobRef, Target
-from dbqueue.views import JobRecord, QueueDepth
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Backoff",
-    "Bury",
-    "ClaimBusy",
-    "ClaimedJob",
-    "Closed",
-    "Code",
-    "ConfigError",
-    "ConnectionLost",
-    "CorruptPayload",
-    "DBQueue",
-    "DatabaseBusy",
-    "DatabaseError",
-    "Delays",
-    "DifferentDatabase",
-    "EnqueueFailed",
-    "IllegalMove",
-    "InvalidArgument",
-    "InvalidName",
-    "InvalidPayload",
-    "InvalidTarget",
-    "JobContext",
-    "JobError",
-    "JobNotFound",
-    "JobRecord",
-    "JobRef",
-    "KeyTaken",
-    "LostClaim",
-    "ModelId",
-    "NotInTransaction",
-    "NotSupported",
-    "Port",
-    "QueueDepth",
-    "QueueError",
-    "ReservedName",
-    "RetryLater",
-    "SchemaMissing",
-    "SchemaOutdated",
-    "SchemaTooNew",
-    "StaleUpdate",
-    "Target",
-    "TargetIsNotAValue",
-    "TransactionClosed",
-    "TransactionTooOld",
-    "UnknownTarget",
-    "WouldDeadlock",
-    "current_job",
-    "using",
-]
+if TYPE_CHECKING:
+    from dbqueue.public import *  # noqa: F403
+else:  # a type checker that saw this function would believe that every name exists
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 'dbqueue' has no attribute {name!r}")
+        if importlib.util.find_spec(f"dbqueue.{name}") is not None:
+            return importlib.import_module(f"dbqueue.{name}")
+        public = importlib.import_module("dbqueue.public")
+        if name != "__all__" and name not in public.__all__:
+            raise AttributeError(f"module 'dbqueue' has no attribute {name!r}")
+        value = globals()[name] = getattr(public, name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

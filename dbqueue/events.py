@@ -6,9 +6,12 @@ count. An event never carries a payload, a key or the text of an exception (D10)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import UUID
+
+log = logging.getLogger("dbqueue.events")
 
 
 @dataclass(frozen=True)
@@ -137,5 +140,9 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
+    """A subscriber that raises is logged and otherwise left alone: counting jobs must not end the worker that runs them."""
     for subscriber in tuple(_subscribers):
-        subscriber(event)
+        try:
+            subscriber(event)
+        except Exception:
+            log.exception("a subscriber of %s raised", type(event).__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -70,8 +70,21 @@ class DBQueue:
                     self._settings = self._load_settings()
         return self._settings
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the code itself said beside the URL, in seconds."""
+        return dict(self._options)
+
+    def adopt(self, loaded: config.JobSettings) -> None:
+        """Takes settings that the program has read already, if nothing has decided before: neither a URL in the code nor a use."""
+        with self._lock:
+            if self._settings is None:
+                self._settings = self._merged(loaded)
+
     def _load_settings(self) -> config.JobSettings:
-        loaded = config.load(with_jobs=False).jobs
+        return self._merged(config.load(with_jobs=False).jobs)
+
+    def _merged(self, loaded: config.JobSettings) -> config.JobSettings:
         own = config.JobSettings.from_options(**self._options)
         names = {config.OPTIONS[option] for option in self._options}
         loaded = replace(loaded, **{name: getattr(own, name) for name in names})
@@ -90,7 +103,7 @@ class DBQueue:
         return self._database
 
     @contextmanager
-    def rebound(self, job_settings: config.JobSettings, clock: Clock | None = None) -> Any:
+    def rebound(self, job_settings: config.JobSettings, clock: Clock | None = None) -> Iterator[DBQueue]:
         """Everything goes to another database until the block ends; for the testing kit (D21)."""
         before = self._settings, self._database
         self._settings, self._database = job_settings, open_database(job_settings, clock)
@@ -164,9 +177,8 @@ class DBQueue:
             return [_ref(e) for e in self._write_own(new)]
         database = self.database
         block.check(database)
-        if block.caller.buffer is not None:
-            for job in new:
-                block.caller.buffer.add(database, job)
+        if block.buffer is not None:
+            block.buffer.add(database, new)
             return [JobRef(ids.as_uuid(job.id), None if job.key else False) for job in new]
         with joined.failures(database):
             return [_ref(e) for e in _enqueue(database.dialect, block.session(database), new, database.database_id)]
@@ -306,7 +318,7 @@ class DBQueue:
 
     def _read(self, verb: Callable[[Dialect, Session], T]) -> T:
         database, block = self.database, joined.current()
-        if block is not None and block.caller.buffer is None and not block.closed:
+        if block is not None and block.buffer is None and not block.closed:
             block.check(database)
             with joined.failures(database):
                 return verb(database.dialect, block.session(database))
@@ -319,7 +331,7 @@ class DBQueue:
             database.ready()
             return database.run(lambda session: verb(database.dialect, session)).label
         block.check(database)
-        if block.caller.buffer is not None:
+        if block.buffer is not None:
             raise NotSupported(
                 "cancel, retry and resolve cannot wait for an async session's commit; call them outside of using(...)"
             )

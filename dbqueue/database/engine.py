@@ -19,14 +19,14 @@ import sqlalchemy
 from sqlalchemy import pool
 
 from dbqueue.clock import POSTGRES_NOW, SQLITE_NOW, Clock
-from dbqueue.database import joined, migrate
+from dbqueue.database import migrate
 from dbqueue.database.dialect import Dialect, OwnSession, Session
 from dbqueue.database.migrate import Migration
 from dbqueue.database.postgres import Postgres
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.database.tables import Names
 from dbqueue.database.wakeup import DataVersion, Listener, Sleeper
-from dbqueue.errors import Closed, ConfigError, ConnectionLost, DatabaseBusy, QueueError, SchemaMissing, WouldDeadlock
+from dbqueue.errors import Closed, ConfigError, ConnectionLost, DatabaseBusy, QueueError, SchemaMissing
 
 T = TypeVar("T")
 
@@ -160,21 +160,13 @@ class Database:
     def transaction(self) -> Iterator[OwnSession]:
         """One short transaction of our own; see ``run`` for the form that begins again on conflicts."""
         with self.session() as session:
-            self._begin(session)
+            session.begin()
             try:
                 yield session
                 session.commit()
             except BaseException:
                 _roll_back(session)
                 raise
-
-    def _begin(self, session: OwnSession) -> None:
-        if self.dialect.name == "sqlite" and joined.thread_holds_lock(self):
-            raise WouldDeadlock(
-                "this thread has an open transaction on the same SQLite file (it was given to using(...) before); dbqueue's own "
-                "connection would wait for it for ever. Make the call inside the using(...) block, or commit first"
-            )
-        session.begin()
 
     def run(self, verb: Callable[[OwnSession], T]) -> T:
         """Runs ``verb`` in a transaction of its own, again after a deadlock or serialization conflict. The COMMIT's answer may be
@@ -234,26 +226,37 @@ class Database:
 
     # -- schema ------------------------------------------------------------------------------------------------------
 
-    def ready(self) -> None:
-        """Once: the schema is there and of this version; made here where that is allowed (D6)."""
+    def ready(self, own: OwnSession | None = None) -> None:
+        """Once: the schema is there and of this version; made here where that is allowed (D6). ``own``: a session to look with, so
+        that the pool stays empty."""
         if self._ready:
             return
         with self._lock:
             if self._ready:
                 return
-            with self.session() as session:
+            with self.session() if own is None else self._errors_of(own) as session:
                 if self.auto_migrate:
                     migrate.migrate(self.dialect, session)
                 migrate.check(self.dialect, session)
                 self._database_id = self.dialect.database_id(session)
             self._ready = True
 
+    @contextmanager
+    def _errors_of(self, own: OwnSession) -> Iterator[OwnSession]:
+        with self.errors():
+            yield own
+
     def check_ready(self) -> None:
         """As ``ready``, but never creates anything: this thread is inside a caller's transaction."""
         if not self._ready:
-            with self._lock, self.session() as session:
-                migrate.check(self.dialect, session)
-                self._database_id = self.dialect.database_id(session)
+            self._check_open()
+            with self._lock, self.errors():
+                session = self.dialect.session(self.dialect.connect_to_look())
+                try:
+                    migrate.check(self.dialect, session)
+                    self._database_id = self.dialect.database_id(session)
+                finally:
+                    session.close()
                 self._ready = True
 
     def migrate(self) -> list[Migration]:

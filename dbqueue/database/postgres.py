@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ from dbqueue.database.tables import (
 )
 from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, DatabaseError, KeyTaken, QueueError, SchemaMissing
 from dbqueue.ids import ZERO, as_bytes
-from dbqueue.states import State
+from dbqueue.states import State, allowed
 
 NOW = f"({POSTGRES_NOW} + %(offset)s::bigint)"
 
@@ -59,8 +60,8 @@ _NEW_COLUMNS = (
     "id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, "
     "on_crash, source, sequence, created_at, updated_at"
 )
-_KEY_INDEX = "(target, key) WHERE key IS NOT NULL AND state IN (0, 1, 3)"
 
+# The id may be there already: the first try of an insert whose answer was lost commits late, while the second one is under way.
 ENQUEUE = f"""
 WITH t AS MATERIALIZED (SELECT {NOW} AS now),
 ins AS (INSERT INTO {{jobs}} ({_NEW_COLUMNS})
@@ -69,9 +70,11 @@ ins AS (INSERT INTO {{jobs}} ({_NEW_COLUMNS})
     CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
     %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint, t.now, t.now
   FROM t
-  ON CONFLICT {_KEY_INDEX} DO NOTHING
+  ON CONFLICT DO NOTHING
   RETURNING id, CASE WHEN run_at < created_at + %(soon)s::bigint THEN {GATE} ELSE false END AS sleeper)
 SELECT id, false AS duplicate, CASE WHEN sleeper THEN {RING} END IS NOT NULL AS rang FROM ins
+UNION ALL
+SELECT id, false, false FROM {{jobs}} WHERE id = %(id)s::uuid AND NOT EXISTS (SELECT 1 FROM ins)
 UNION ALL
 SELECT id, true, false FROM {{jobs}}
 WHERE target = %(target)s::text AND key = %(key)s::text AND key IS NOT NULL AND state IN (0, 1, 3) AND NOT EXISTS (SELECT 1 FROM ins)
@@ -88,9 +91,10 @@ ins AS (INSERT INTO {{jobs}} ({_NEW_COLUMNS})
     CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
     %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint, t.now, t.now
   FROM asked a, t ORDER BY a.key, a.n
-  ON CONFLICT {_KEY_INDEX} DO NOTHING RETURNING id, key)
-SELECT a.n, COALESCE(i.id, s.id, j.id) AS id, i.id IS NULL AS duplicate
+  ON CONFLICT DO NOTHING RETURNING id, key)
+SELECT a.n, COALESCE(i.id, o.id, s.id, j.id) AS id, i.id IS NULL AND o.id IS NULL AS duplicate
 FROM asked a LEFT JOIN ins i ON i.id = a.id LEFT JOIN ins s ON i.id IS NULL AND s.key = a.key
+LEFT JOIN {{jobs}} o ON i.id IS NULL AND o.id = a.id
 LEFT JOIN {{jobs}} j ON i.id IS NULL AND s.id IS NULL AND j.target = %(target)s::text AND j.key = a.key AND j.key IS NOT NULL
   AND j.state IN (0, 1, 3)
 ORDER BY a.n
@@ -146,6 +150,16 @@ WITH picked AS MATERIALIZED (
 _MOVED = ", ".join(name for name in FINISHED_COLUMNS if name not in ("state", "finished_at", "payload"))
 _GONE = ", ".join("j." + name for name in FINISHED_COLUMNS if name not in ("state", "finished_at"))
 
+
+def _moved(other: dict[str, str], source: str = "") -> str:
+    """The moved columns in their order, some of them with another value."""
+    return ", ".join(other.get(name, source + name) for name in _MOVED.split(", "))
+
+
+# Only a settle leaves its token in the history: whoever asks again with the token of a cancelled or expired claim has lost it.
+_CRASHED = {"token": "NULL", "lapses": "g.lapses + 1", "error_kind": "'crashed'", "error_summary": "NULL"}
+_BY_OTHERS = _moved({"token": "NULL"})
+
 # All plain successes: no facts come back, the row count tells whether every claim was ours.
 SETTLE_FAST = f"""
 WITH locked AS MATERIALIZED (
@@ -156,9 +170,12 @@ gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(
       ON a.id = l.id AND a.token = l.token WHERE l.lease_until > c.now))
   RETURNING {_GONE})
 INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-SELECT {_MOVED}, CASE WHEN %(keep)s::boolean THEN payload END, 4, (SELECT now FROM clock) FROM gone
+SELECT {_moved({"error_kind": "NULL", "error_summary": "NULL"})}, CASE WHEN %(keep)s::boolean THEN payload END, 4, (SELECT now FROM clock)
+FROM gone
 """
 
+# A job that is put back keeps the token until its next claim, and a finished one for ever: asked again with the same
+# settlement, since the answer was lost with the connection, the database says "already" instead of "lost".
 SETTLE = f"""
 WITH asked AS MATERIALIZED (
   SELECT * FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[], %(states)s::smallint[], %(kinds)s::text[], %(summaries)s::text[],
@@ -170,38 +187,44 @@ owned AS MATERIALIZED (
   SELECT a.*, c.now FROM clock c CROSS JOIN locked l JOIN asked a USING (id)
   WHERE l.state = 1 AND l.token = a.token AND l.lease_until > c.now),
 gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(SELECT id FROM owned WHERE state > 3)) RETURNING {_GONE}),
-again AS (UPDATE {{jobs}} j SET state = o.state, token = NULL, lease_until = NULL, attempt = j.attempt - o.refund,
-    error_kind = COALESCE(o.error_kind, j.error_kind), error_summary = CASE WHEN o.error_kind IS NULL THEN j.error_summary ELSE o.error_summary END,
-    run_at = CASE WHEN o.state = 0 AND o.refund = 0 THEN o.now + o.delay ELSE j.run_at END,
+again AS (UPDATE {{jobs}} j SET state = o.state, lease_until = NULL, attempt = j.attempt - o.refund,
+    error_kind = COALESCE(o.error_kind, j.error_kind),
+    error_summary = CASE WHEN o.error_kind IS NULL THEN j.error_summary ELSE o.error_summary END,
+    run_at = CASE WHEN o.state = 0 AND (o.refund = 0 OR o.delay > 0) THEN o.now + o.delay ELSE j.run_at END,
     ready_at = CASE WHEN o.state = 0 AND o.delay = 0 THEN o.now END, updated_at = o.now
   FROM owned o WHERE o.state <= 3 AND j.id = o.id AND j.id = ANY(ARRAY(SELECT id FROM owned WHERE state <= 3)) RETURNING j.id),
 kept AS (INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-  SELECT {", ".join(("o." if name.startswith("error_") else "g.") + name for name in _MOVED.split(", "))},
+  SELECT {_moved({"error_kind": "o.error_kind", "error_summary": "o.error_summary"}, "g.")},
     CASE WHEN o.state NOT IN (4, 5) OR %(keep)s::boolean THEN g.payload END, o.state, o.now
   FROM gone g JOIN owned o USING (id) RETURNING id),
 still AS MATERIALIZED (SELECT j.id, j.token FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]))
-SELECT a.id, CASE WHEN k.id IS NOT NULL THEN 'done' WHEN r.id IS NOT NULL THEN CASE WHEN a.state = 0 THEN 'again' ELSE 'done' END
-  WHEN l.id IS NOT NULL THEN 'lost' WHEN s.token = a.token THEN 'busy' ELSE 'lost' END AS fact
-FROM asked a LEFT JOIN kept k USING (id) LEFT JOIN again r ON r.id = a.id LEFT JOIN locked l ON l.id = a.id
-LEFT JOIN still s ON s.id = a.id
+SELECT a.id, a.token, CASE WHEN k.id IS NOT NULL THEN 'done'
+  WHEN r.id IS NOT NULL THEN CASE WHEN a.state = 0 THEN 'again' ELSE 'done' END
+  WHEN l.id IS NOT NULL THEN CASE WHEN l.token = a.token AND l.state = a.state THEN 'already' ELSE 'lost' END
+  WHEN s.token = a.token THEN 'busy' ELSE 'lost' END AS fact
+FROM asked a LEFT JOIN owned o ON o.id = a.id AND o.token = a.token
+LEFT JOIN kept k ON k.id = o.id LEFT JOIN again r ON r.id = o.id LEFT JOIN locked l ON l.id = a.id LEFT JOIN still s ON s.id = a.id
 """
 
 # Asked apart, and only for claims that came back lost: a COMMIT whose answer never arrived is "already", not lost.
-ALREADY = "SELECT id, token FROM {finished} WHERE id = ANY(%(ids)s::uuid[])"
+ALREADY = "SELECT id, token, state FROM {finished} WHERE id = ANY(%(ids)s::uuid[])"
 
 RENEW = f"""
 WITH asked AS MATERIALIZED (SELECT * FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[]) AS a(id, token)),
 locked AS MATERIALIZED (
-  SELECT j.id, j.token, j.state, j.lease_until FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]) ORDER BY j.id FOR NO KEY UPDATE SKIP LOCKED),
+  SELECT j.id, j.token, j.state, j.lease_until FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[])
+  ORDER BY j.id FOR NO KEY UPDATE SKIP LOCKED),
 clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM locked),
 owned AS MATERIALIZED (
-  SELECT a.id FROM clock c CROSS JOIN locked l JOIN asked a USING (id)
+  SELECT a.id, a.token FROM clock c CROSS JOIN locked l JOIN asked a USING (id)
   WHERE l.state = 1 AND l.token = a.token AND l.lease_until > c.now),
 renewed AS (UPDATE {{jobs}} j SET lease_until = (SELECT now FROM clock) + %(lease)s::bigint, updated_at = (SELECT now FROM clock)
   WHERE j.id = ANY(ARRAY(SELECT id FROM owned)) RETURNING j.id),
 still AS MATERIALIZED (SELECT j.id, j.token FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]))
-SELECT a.id, CASE WHEN r.id IS NOT NULL THEN 'renewed' WHEN l.id IS NOT NULL THEN 'lost' WHEN s.token = a.token THEN 'busy' ELSE 'lost' END
-FROM asked a LEFT JOIN renewed r USING (id) LEFT JOIN locked l ON l.id = a.id LEFT JOIN still s ON s.id = a.id
+SELECT a.id, a.token, CASE WHEN r.id IS NOT NULL THEN 'renewed' WHEN l.id IS NOT NULL THEN 'lost'
+  WHEN s.token = a.token THEN 'busy' ELSE 'lost' END AS fact
+FROM asked a LEFT JOIN owned o ON o.id = a.id AND o.token = a.token
+LEFT JOIN renewed r ON r.id = o.id LEFT JOIN locked l ON l.id = a.id LEFT JOIN still s ON s.id = a.id
 """
 
 PROBE = """
@@ -211,10 +234,12 @@ SELECT EXISTS (SELECT 1 FROM unnest(%(queues)s::text[]) q(queue)
 
 # After a lost connection: rows that were claimed for this worker in a transaction whose answer never arrived.
 RELEASE_UNKNOWN = f"""
-WITH clock AS MATERIALIZED (SELECT {NOW} AS now)
+WITH mine AS MATERIALIZED (SELECT id FROM {{jobs}} WHERE state = 1 AND worker = %(worker)s::text
+  AND NOT id = ANY(%(known)s::uuid[]) FOR UPDATE SKIP LOCKED),
+clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM mine)
 UPDATE {{jobs}} j SET state = 0, token = NULL, lease_until = NULL, attempt = attempt - 1,
   ready_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock)
-WHERE state = 1 AND worker = %(worker)s::text AND NOT id = ANY(%(known)s::uuid[])
+WHERE j.id = ANY(ARRAY(SELECT id FROM mine))
 """
 
 # A clock read before a SKIP LOCKED lock is safe here: what is due stays due, and a row that changed is tested again.
@@ -241,7 +266,7 @@ back AS (UPDATE {{jobs}} j SET state = d.next, token = NULL, lease_until = NULL,
   FROM due d WHERE d.next <> 6 AND j.id = d.id AND j.id = ANY(ARRAY(SELECT id FROM due WHERE next <> 6)) RETURNING j.queue, j.state),
 gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(SELECT id FROM due WHERE next = 6)) RETURNING {_GONE}),
 kept AS (INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-  SELECT {", ".join({"lapses": "g.lapses + 1", "error_kind": "'crashed'", "error_summary": "NULL"}.get(n, "g." + n) for n in _MOVED.split(", "))},
+  SELECT {_moved(_CRASHED, "g.")},
     g.payload, 6, (SELECT now FROM clock) FROM gone g RETURNING id),
 queues AS MATERIALIZED (SELECT queue, count(*) AS n FROM back WHERE state = 0 GROUP BY queue)
 SELECT (SELECT now FROM clock), COALESCE((SELECT sum(n) FROM queues), 0)::bigint, (SELECT count(*) FROM kept),
@@ -264,7 +289,7 @@ CANCEL = f"""
 WITH clock AS MATERIALIZED (SELECT {NOW} AS now),
 gone AS (DELETE FROM {{jobs}} j WHERE j.id = %(id)s::uuid AND j.state IN (0, 1, 2) RETURNING {_GONE})
 INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-SELECT {_MOVED}, payload, 7, (SELECT now FROM clock) FROM gone
+SELECT {_BY_OTHERS}, payload, 7, (SELECT now FROM clock) FROM gone
 """
 
 _BACK = ", ".join(name for name in JOB_COLUMNS if name not in (
@@ -286,7 +311,7 @@ SELECT last.state, last.payload IS NOT NULL, EXISTS (SELECT 1 FROM del), last.qu
 RETRY_BLOCKED = f"""
 WITH clock AS MATERIALIZED (SELECT {NOW} AS now)
 UPDATE {{jobs}} j SET state = 0, run_at = (SELECT now FROM clock), ready_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock),
-  attempt = CASE WHEN attempt >= max_attempts THEN 0 ELSE attempt END
+  token = NULL, attempt = CASE WHEN attempt >= max_attempts THEN 0 ELSE attempt END
 WHERE j.id = %(id)s::uuid AND j.state = 2 AND NOT EXISTS (SELECT 1 FROM {{jobs}} k
   WHERE k.target = j.target AND k.key = j.key AND k.key IS NOT NULL AND k.state IN (0, 1, 3))
 RETURNING j.queue
@@ -296,11 +321,11 @@ RESOLVE = f"""
 WITH clock AS MATERIALIZED (SELECT {NOW} AS now),
 gone AS (DELETE FROM {{jobs}} j WHERE j.id = %(id)s::uuid AND j.state = 3 AND j.updated_at = %(expected)s::bigint RETURNING {_GONE})
 INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-SELECT {_MOVED}, payload, %(state)s::smallint, (SELECT now FROM clock) FROM gone
+SELECT {_BY_OTHERS}, payload, %(state)s::smallint, (SELECT now FROM clock) FROM gone
 """
 
 # SQLSTATEs that say: this connection, or the server behind it, is of no use; take another one.
-_CONNECTION_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "25006", "53300", "3D000")
+_CONNECTION_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "25006", "25P03", "25P04", "53300", "3D000")
 _BUSY_STATES = ("40001", "40P01", "55P03", "55006")
 _MISSING_STATES = ("42P01", "3F000")
 _KEY_STATE = "23505"
@@ -316,6 +341,7 @@ class Marks:
     LAG = 200_000
     SHARE = 20
     SHORTEST = 0.02
+    CHEAP = 0.02
 
     def __init__(self) -> None:
         self.now = 0
@@ -323,6 +349,7 @@ class Marks:
         self.waiting = 0
         self.lease = 0
         self._next: dict[str, float] = {}
+        self._cost: dict[str, float] = {}
 
     def saw(self, now: int) -> None:
         if now < self.now:
@@ -334,8 +361,13 @@ class Marks:
     def sweep_due(self, probe: str) -> bool:
         return time.monotonic() >= self._next.get(probe, 0.0)
 
+    def may_look(self, probe: str) -> bool:
+        """Whether a look that found little may be followed by a sweep: the budget is only there for sweeps that became dear."""
+        return self._cost.get(probe, 0.0) <= self.CHEAP or self.sweep_due(probe)
+
     def swept(self, probe: str, began: float) -> None:
         now = time.monotonic()
+        self._cost[probe] = now - began
         self._next[probe] = now + max(self.SHORTEST, self.SHARE * (now - began))
 
     def claimed(self, queue: str, priority: int, ready_at: int, job_id: bytes) -> None:
@@ -422,12 +454,17 @@ class Postgres:
         options.setdefault("connect_timeout", 10)
         options.setdefault("application_name", "dbqueue")
         # A peer that vanished without a word is noticed in about half a minute instead of the kernel's two hours.
-        for name, value in (("keepalives_idle", 10), ("keepalives_interval", 5), ("keepalives_count", 3)):
+        for name, value in (
+            ("keepalives_idle", 10), ("keepalives_interval", 5), ("keepalives_count", 3), ("tcp_user_timeout", 25_000),
+        ):  # fmt: skip
             options.setdefault(name, value)
         connection = psycopg.connect(**options, autocommit=True)
         for loader in _id_loaders():
             connection.adapters.register_loader("uuid", loader)
         return connection
+
+    def connect_to_look(self) -> Any:
+        return self.connect()
 
     def session(self, driver_connection: Any) -> PostgresSession:
         return PostgresSession(driver_connection)
@@ -470,6 +507,10 @@ class Postgres:
             "SELECT pg_advisory_xact_lock(hashtextextended('dbqueue.migrate' || %(salt)s::text, 0))",
             {"salt": self.names.salt},
         )
+        # Not IF NOT EXISTS: that asks for the right to create schemas even when there is nothing to create.
+        schema = f'"{self.names.schema}"'
+        if session.execute("SELECT to_regnamespace(%(name)s::text)", {"name": schema})[0][0] is None:
+            session.execute(f"CREATE SCHEMA {schema}")
 
     def schema_version(self, session: Session) -> int | None:
         if (
@@ -485,7 +526,10 @@ class Postgres:
     def database_id(self, session: Session) -> str | None:
         if session.execute("SELECT to_regclass(%(name)s::text)", {"name": self.names.qualified("meta")})[0][0] is None:
             return None
-        rows = session.execute(self.names.fill("SELECT value FROM {meta} WHERE name = 'database_id'"))
+        # With the database's own name: a copy (CREATE DATABASE ... TEMPLATE) carries the same id.
+        rows = session.execute(
+            self.names.fill("SELECT value || ' ' || current_database() FROM {meta} WHERE name = 'database_id'")
+        )
         return as_text(rows[0][0]) if rows else None
 
     # -- producers ---------------------------------------------------------------------------------------------------
@@ -522,7 +566,7 @@ class Postgres:
         else:
             raise DatabaseBusy("other transactions kept taking and freeing these jobs' keys; try again")
         soon = jobs[0].run_at is not None or jobs[0].delay < self.soon
-        if self.notify and soon:
+        if self.notify and soon and not all(enqueued.duplicate for enqueued in out.values()):
             session.execute(RING_ONE, {"salt": self.names.salt, "queue": jobs[0].queue})
         return [out[n] for n in range(len(jobs))]
 
@@ -563,9 +607,20 @@ class Postgres:
             elif what in ("sweep", "marked"):
                 assert turn.claim is not None
                 self._claimed(session.marks, turn.claim, cursor.fetchall(), result)
-                if what == "sweep":
+                result.whole = what == "sweep"
+                if result.whole:
                     session.marks.swept("claim", began)
+                elif len(result.claimed) < turn.claim.limit and session.marks.may_look("claim"):
+                    self._look_again(session, turn.claim, result)
         return result
+
+    def _look_again(self, session: PostgresSession, claim: ClaimRequest, result: TurnResult) -> None:
+        """Few or no jobs behind the marks are no answer: there are marks only where this worker claimed before, and it would
+        go to sleep on what other lanes hold."""
+        began = time.monotonic()
+        _, text, params = self._sweep_step(replace(claim, limit=claim.limit - len(result.claimed)))
+        self._claimed(session.marks, claim, session.execute(text, params), result)
+        session.marks.swept("claim", began)
 
     def _steps(self, session: PostgresSession, turn: Turn) -> list[tuple[str, str, dict[str, Any]]]:
         steps: list[tuple[str, str, dict[str, Any]]] = []
@@ -588,13 +643,10 @@ class Postgres:
         return steps
 
     def _claim_step(self, marks: Marks, claim: ClaimRequest) -> tuple[str, str, dict[str, Any]]:
-        # Few texts (1, 2, 4 ...), so that each is planned once and then served from its generic plan.
-        limit = 1 << (claim.limit.bit_length() - 1)
-        params = self._clock() | {"token": claim.token.hex(), "worker": claim.worker, "lease": claim.lease}
         lanes = marks.lanes_of(claim.queues)
         if not lanes or marks.sweep_due("claim"):
-            text = self._sweep_texts.get(limit) or self._sweep_texts.setdefault(limit, self._text(CLAIM_SWEEP, limit))
-            return "sweep", text, params | {"queues": list(claim.queues)}
+            return self._sweep_step(claim)
+        limit, params = self._claim_params(claim)
         text = self._marked_texts.get(limit) or self._marked_texts.setdefault(limit, self._text(CLAIM_MARKED, limit))
         return (
             "marked",
@@ -607,6 +659,16 @@ class Postgres:
                 "mark_id": [lane[3].hex() for lane in lanes],
             },
         )
+
+    def _sweep_step(self, claim: ClaimRequest) -> tuple[str, str, dict[str, Any]]:
+        limit, params = self._claim_params(claim)
+        text = self._sweep_texts.get(limit) or self._sweep_texts.setdefault(limit, self._text(CLAIM_SWEEP, limit))
+        return "sweep", text, params | {"queues": list(claim.queues)}
+
+    def _claim_params(self, claim: ClaimRequest) -> tuple[int, dict[str, Any]]:
+        # Few texts (1, 2, 4 ...), so that each is planned once and then served from its generic plan.
+        limit = 1 << (claim.limit.bit_length() - 1)
+        return limit, self._clock() | {"token": claim.token.hex(), "worker": claim.worker, "lease": claim.lease}
 
     def _text(self, template: str, limit: int) -> str:
         return self.names.fill(template).replace("{limit}", str(limit)).replace("{notify}", str(self.notify).lower())
@@ -624,7 +686,7 @@ class Postgres:
             )
             found.append((lane, priority, ready_at, job_id, claimed))
         found.sort(key=lambda item: item[:4])  # RETURNING has no order
-        result.claimed = [item[4] for item in found]
+        result.claimed += [item[4] for item in found]
         for _, priority, ready_at, job_id, claimed in found:
             marks.claimed(claimed.queue, priority, ready_at, job_id)
 
@@ -649,9 +711,9 @@ class Postgres:
         lost = [s for s, fact in zip(settlements, facts, strict=True) if fact is Fact.LOST]
         if lost:
             known = session.execute(self._already, {"ids": [s.id.hex() for s in lost]})
-            already = {(as_bytes(job_id), as_bytes(token)) for job_id, token in known if token is not None}
+            already = {(as_bytes(job_id), as_bytes(token), state) for job_id, token, state in known if token}
             facts = [
-                Fact.ALREADY if fact is Fact.LOST and (s.id, s.token) in already else fact
+                Fact.ALREADY if fact is Fact.LOST and (s.id, s.token, s.state) in already else fact
                 for s, fact in zip(settlements, facts, strict=True)
             ]
         return facts
@@ -671,19 +733,23 @@ class Postgres:
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
 
-    def upkeep(self, session: OwnSession, limit: int, queues: tuple[str, ...]) -> Due:
-        """Makes due jobs claimable and takes back jobs whose lease ended: two bounded statements, each its own transaction."""
+    def upkeep(self, session: OwnSession, limit: int, queues: tuple[str, ...], *, expire: bool = True) -> Due:
+        """Makes due jobs claimable and takes back jobs whose lease ended: two bounded statements, each its own transaction. Without
+        ``expire`` only the first: waiting jobs are due to the moment, lost ones can wait a part of their lease."""
         assert isinstance(session, PostgresSession)
         marks, began = session.marks, time.monotonic()
         whole = marks.sweep_due("upkeep")
         params = self._clock() | {"salt": self.names.salt}
-        promote, expire = self._text(PROMOTE, limit), self._text(EXPIRE, limit)
+        promote = self._text(PROMOTE, limit)
         now, promoted, next_run, _ = session.execute(promote, params | {"mark": 0 if whole else marks.waiting})[0]
-        now, again, dead, unknown, _ = session.execute(expire, params | {"mark": 0 if whole else marks.lease})[0]
+        again = dead = unknown = 0
+        if expire:
+            take_back = self._text(EXPIRE, limit)
+            now, again, dead, unknown, _ = session.execute(take_back, params | {"mark": 0 if whole else marks.lease})[0]
         marks.saw(now)
         if promoted < limit:
             marks.waiting = now - marks.LAG
-        if again + dead + unknown < limit:
+        if expire and again + dead + unknown < limit:
             marks.lease = now - marks.LAG
         if whole:
             marks.swept("upkeep", began)
@@ -693,8 +759,9 @@ class Postgres:
     def prune(self, session: Session, states: Sequence[State], before: int, limit: int) -> int:
         total = 0
         for state in states:
-            session.execute(self._text(PRUNE, limit), {"state": int(state), "before": before})
-            total += session.changed
+            if total < limit:
+                session.execute(self._text(PRUNE, limit - total), {"state": int(state), "before": before})
+                total += session.changed
         return total
 
     # -- by hand -----------------------------------------------------------------------------------------------------
@@ -709,10 +776,10 @@ class Postgres:
         found = self._found(session, job_id)
         if found is State.BLOCKED:
             rows = session.execute(self.names.fill(RETRY_BLOCKED), params)
-            return self._revived(
-                session, Changed(found, bool(rows), None if rows else "key"), rows[0][0] if rows else None
-            )
-        if found is None or not found.finished:
+            if not rows:  # its key is taken, unless somebody else moved it at this moment
+                return Changed(found, False, "key" if self._found(session, job_id) is State.BLOCKED else None)
+            return self._revived(session, Changed(found, True), rows[0][0])
+        if found is None or not allowed("retry", found):
             return Changed(found, False)
         rows = session.execute(self.names.fill(RETRY_FINISHED), params)
         if not rows:
@@ -768,5 +835,6 @@ def _identities(claims: Sequence[Settlement] | Sequence[Held]) -> tuple[list[str
 
 
 def _in_order(claims: Sequence[Settlement] | Sequence[Held], rows: list[Row]) -> list[Fact]:
-    facts = {as_bytes(job_id): Fact(as_text(fact)) for job_id, fact in rows}
-    return [facts[c.id] for c in claims]
+    """By id and token: a worker that lost a claim and took the same job again asks about both."""
+    facts = {(as_bytes(job_id), as_bytes(token)): Fact(as_text(fact)) for job_id, token, fact in rows}
+    return [facts[c.id, c.token] for c in claims]

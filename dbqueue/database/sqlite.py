@@ -10,17 +10,20 @@ seconds. Our connections use timeout 0 and try BEGIN IMMEDIATE again every 0.5 t
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import sqlite3
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 import sqlalchemy
 from sqlalchemy.dialects.sqlite import pysqlite
 
 from dbqueue.clock import SQLITE_NOW, Clock
+from dbqueue.database import touched
 from dbqueue.database.dialect import OwnSession, Row, Session
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
@@ -49,13 +52,15 @@ from dbqueue.errors import (
     QueueError,
     SchemaMissing,
     TransactionTooOld,
+    WouldDeadlock,
 )
 from dbqueue.ids import as_bytes
-from dbqueue.states import Kind, State
+from dbqueue.states import State
 
 LOCK_PATIENCE = 10.0
 """Seconds that our own transactions try for the write lock before they raise DatabaseBusy."""
 
+TURN_PATIENCE = 0.5
 UPKEEP_PATIENCE = 0.5
 """Upkeep can wait for its next round; the worker that does it has leases to renew."""
 
@@ -73,10 +78,13 @@ SELECT :id, :task_id, :target, :fingerprint, :payload, :key, :queue, :priority, 
   :max_attempts, :timeout_ms, :on_crash, :source, :sequence, now, now
 FROM (SELECT {SQLITE_NOW} + :offset AS now)
 WHERE :database_id IS NULL OR EXISTS (SELECT 1 FROM {{meta}} WHERE name = 'database_id' AND value = :database_id)
-ON CONFLICT (target, key) WHERE key IS NOT NULL AND state IN (0, 1, 3) DO NOTHING
+ON CONFLICT DO NOTHING
 """
 
-KEY_HOLDER = "SELECT id FROM {jobs} WHERE target = :target AND key = :key AND key IS NOT NULL AND state IN (0, 1, 3)"
+KEY_HOLDER = """
+SELECT id FROM {jobs} WHERE id = :id UNION ALL
+SELECT id FROM {jobs} WHERE target = :target AND key = :key AND key IS NOT NULL AND state IN (0, 1, 3)
+"""
 
 EXISTS = "SELECT 1 FROM {jobs} WHERE id = :id UNION ALL SELECT 1 FROM {finished} WHERE id = :id LIMIT 1"
 
@@ -96,23 +104,33 @@ _MOVED = ", ".join(
     name for name in FINISHED_COLUMNS if name not in ("state", "finished_at", "payload", "error_kind", "error_summary")
 )
 
-_FINISH = f"""
+
+def _moved(other: dict[str, str]) -> str:
+    """The moved columns in their order, some of them with another value."""
+    return ", ".join(other.get(name, name) for name in _MOVED.split(", "))
+
+
+FINISH = f"""
 INSERT INTO {{finished}} ({_MOVED}, payload, error_kind, error_summary, state, finished_at)
 SELECT {_MOVED}, CASE WHEN :keep THEN payload END, :kind, :summary, :state, :now FROM {{jobs}}
+WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now
 """
-FINISH = _FINISH + "WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now"
 
 REMOVE = "DELETE FROM {jobs} WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now"
 
+# The token stays until the next claim, and with a finished job for ever: the same settlement asked again is "already", not lost.
 PUT_BACK = """
-UPDATE {jobs} SET state = :state, token = NULL, lease_until = NULL, attempt = attempt - :refund,
+UPDATE {jobs} SET state = :state, lease_until = NULL, attempt = attempt - :refund,
   error_kind = COALESCE(:kind, error_kind), error_summary = CASE WHEN :kind IS NULL THEN error_summary ELSE :summary END,
-  run_at = CASE WHEN :state = 0 AND :refund = 0 THEN :now + :delay ELSE run_at END,
+  run_at = CASE WHEN :state = 0 AND (:refund = 0 OR :delay > 0) THEN :now + :delay ELSE run_at END,
   ready_at = CASE WHEN :state = 0 AND :delay = 0 THEN :now END, updated_at = :now
 WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now
 """
 
-ALREADY = "SELECT 1 FROM {finished} WHERE id = :id AND token = :token"
+ALREADY = """
+SELECT 1 FROM {jobs} WHERE id = :id AND token = :token AND state = :state UNION ALL
+SELECT 1 FROM {finished} WHERE id = :id AND token = :token AND state = :state
+"""
 
 RENEW = "UPDATE {jobs} SET lease_until = :until, updated_at = :now WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now"
 
@@ -145,24 +163,30 @@ EXPIRE_BACK = """
 UPDATE {jobs} SET state = :state, token = NULL, lease_until = NULL, lapses = lapses + 1, error_kind = 'crashed', error_summary = NULL,
   ready_at = CASE WHEN :state = 0 THEN :now END, updated_at = :now WHERE id = :id
 """
-EXPIRE_LAPSE = "UPDATE {jobs} SET lapses = lapses + 1 WHERE id = :id"
 
-_MOVE_BY_ID = _FINISH + "WHERE id = :id"
+# Only a settle leaves its token in the history: whoever asks again with the token of a cancelled or expired claim has lost it.
+EXPIRE_DEAD = f"""
+INSERT INTO {{finished}} ({_MOVED}, payload, error_kind, error_summary, state, finished_at)
+SELECT {_moved({"token": "NULL", "lapses": "lapses + 1"})}, payload, 'crashed', NULL, 6, :now FROM {{jobs}} WHERE id = :id
+"""
 DELETE_BY_ID = "DELETE FROM {jobs} WHERE id = :id"
 
 PRUNE = """
-DELETE FROM {finished} WHERE rowid IN (SELECT rowid FROM {finished} WHERE state = :state AND finished_at < :before ORDER BY finished_at LIMIT :limit)
+DELETE FROM {finished} WHERE rowid IN (
+  SELECT rowid FROM {finished} WHERE state = :state AND finished_at < :before ORDER BY finished_at LIMIT :limit)
 """
 
 # In a caller's transaction the first statement must be a write (see ENQUEUE); this one changes nothing.
 TAKE_LOCK = "UPDATE {jobs} SET updated_at = updated_at WHERE id = :id"
 FOUND_UNFINISHED = "SELECT state, updated_at, queue FROM {jobs} WHERE id = :id"
-FOUND_FINISHED = "SELECT state, finished_at, payload IS NOT NULL, key, target FROM {finished} WHERE id = :id ORDER BY finished_at DESC LIMIT 1"
+FOUND_FINISHED = """
+SELECT state, finished_at, payload IS NOT NULL FROM {finished} WHERE id = :id ORDER BY finished_at DESC LIMIT 1
+"""
 
 # For a verb by hand: the move keeps what the row said about its error.
 MOVE_AS_IT_IS = f"""
 INSERT INTO {{finished}} ({_MOVED}, payload, error_kind, error_summary, state, finished_at)
-SELECT {_MOVED}, payload, error_kind, error_summary, :state, :now FROM {{jobs}} WHERE id = :id
+SELECT {_moved({"token": "NULL"})}, payload, error_kind, error_summary, :state, :now FROM {{jobs}} WHERE id = :id
 """
 
 _BACK = ", ".join(name for name in JOB_COLUMNS if name not in (
@@ -176,7 +200,7 @@ ON CONFLICT DO NOTHING
 FORGET = "DELETE FROM {finished} WHERE id = :id AND finished_at = :finished_at"
 UNBLOCK = """
 UPDATE {jobs} SET state = 0, run_at = :now, ready_at = :now, updated_at = :now,
-  attempt = CASE WHEN attempt >= max_attempts THEN 0 ELSE attempt END
+  token = NULL, attempt = CASE WHEN attempt >= max_attempts THEN 0 ELSE attempt END
 WHERE id = :id AND state = 2 AND NOT EXISTS (SELECT 1 FROM {jobs} k
   WHERE k.target = {jobs}.target AND k.key = {jobs}.key AND k.key IS NOT NULL AND k.state IN (0, 1, 3))
 """
@@ -204,8 +228,9 @@ class SqliteSession:
         return self._cursor.executemany(statement, params).rowcount
 
     def begin(self, deadline: float | None = None) -> None:
-        """Takes the write lock; ``deadline`` is a time of time.monotonic()."""
+        """Takes the write lock; ``deadline`` is a time of time.monotonic(). Raises WouldDeadlock when this thread holds it."""
         until = time.monotonic() + LOCK_PATIENCE if deadline is None else deadline
+        suspicious: float | None = time.monotonic() + touched.SUSPICION
         while True:
             try:
                 self._cursor.execute("BEGIN IMMEDIATE")
@@ -213,6 +238,13 @@ class SqliteSession:
             except sqlite3.OperationalError as error:
                 if primary_code(error) not in (_BUSY, _LOCKED) or time.monotonic() >= until:
                     raise
+            if suspicious is not None and time.monotonic() >= suspicious:
+                suspicious = None  # what this thread holds cannot change while it waits here
+                if touched.holds_lock(self._cursor.execute("PRAGMA database_list").fetchone()[2]):
+                    raise WouldDeadlock(
+                        "this thread has an open transaction on the same SQLite file (it was given to using(...) before); dbqueue's "
+                        "own connection would wait for it for ever. Make the call inside the using(...) block, or commit first"
+                    )
             time.sleep(random.uniform(0.0005, 0.002))
 
     def commit(self) -> None:
@@ -249,6 +281,18 @@ class Sqlite:
             connection.close()
             raise
         return connection
+
+    def connect_to_look(self) -> sqlite3.Connection:
+        """Creates no file and leaves the journal mode alone: the schema may be missing, and this thread in a transaction on the file."""
+        try:
+            uri = f"file:{quote(os.path.abspath(self.path))}?mode=rw"
+            return sqlite3.connect(uri, uri=True, timeout=1, isolation_level=None)
+        except sqlite3.OperationalError:
+            if os.path.exists(self.path):
+                raise
+            raise SchemaMissing(
+                "the SQLite file of this queue does not exist yet: run `dbqueue migrate` or call queue.migrate() at start-up"
+            ) from None
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         until = time.monotonic() + LOCK_PATIENCE
@@ -341,9 +385,10 @@ class Sqlite:
             session.execute(self._text(ENQUEUE), params)
             if session.changed == 1:
                 return Enqueued(job.id, False)
-            holder = session.execute(self._text(KEY_HOLDER), {"target": job.target, "key": job.key})
+            holder = session.execute(self._text(KEY_HOLDER), {"id": job.id, "target": job.target, "key": job.key})
             if holder:
-                return Enqueued(as_bytes(holder[0][0]), True)
+                found = as_bytes(holder[0][0])
+                return Enqueued(found, found != job.id)
             if job.key is None:
                 raise DifferentDatabase(different_database())
         raise (
@@ -361,10 +406,10 @@ class Sqlite:
     # -- executors ---------------------------------------------------------------------------------------------------
 
     def turn(self, session: OwnSession, turn: Turn) -> TurnResult:
-        """Settle, renew, claim in one transaction. It tries for the write lock a quarter of the lease at most: what was not
-        settled or renewed is asked again in the next turn."""
+        """Settle, renew, claim in one transaction. A worker's loop has timeouts and signals to watch too, so it tries for the write
+        lock only for a moment: what was not settled or renewed is asked again in the next turn."""
         assert isinstance(session, SqliteSession)
-        patience = min(LOCK_PATIENCE, (turn.lease or 4_000_000) / 4_000_000)
+        patience = min(TURN_PATIENCE, turn.lease / 4_000_000) if turn.lease else 2 * TURN_PATIENCE
         session.begin(time.monotonic() + patience)
         try:
             result = TurnResult(now=self.now(session))
@@ -382,7 +427,8 @@ class Sqlite:
 
     def _claim(self, session: SqliteSession, claim: ClaimRequest) -> list[ClaimedRow]:
         now = self.now(session)
-        until, rows = now + claim.lease, []
+        until = now + claim.lease
+        rows: list[Row] = []
         for queue in claim.queues:
             left = claim.limit - len(rows)
             if left > 0:
@@ -432,7 +478,7 @@ class Sqlite:
             })  # fmt: skip
         if session.changed == 1:
             return Fact.AGAIN if s.state is State.PENDING else Fact.DONE
-        return Fact.ALREADY if session.execute(self._text(ALREADY), same) else Fact.LOST
+        return Fact.ALREADY if session.execute(self._text(ALREADY), same | {"state": int(s.state)}) else Fact.LOST
 
     def renew(self, session: Session, held: Sequence[Held], lease: int) -> list[Fact]:
         now, facts = self.now(session), []
@@ -445,6 +491,7 @@ class Sqlite:
         return any(session.execute(self._text(PROBE), {"queue": queue}) for queue in queues)
 
     def release_unknown(self, session: OwnSession, worker: str, known: Sequence[bytes]) -> int:
+        assert isinstance(session, SqliteSession)
         session.begin()
         try:
             now, kept = self.now(session), set(known)
@@ -459,8 +506,9 @@ class Sqlite:
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
 
-    def upkeep(self, session: OwnSession, limit: int, queues: tuple[str, ...]) -> Due:
-        """A read first: idle workers must not fight for the write lock. Writes only when something is due."""
+    def upkeep(self, session: OwnSession, limit: int, queues: tuple[str, ...], *, expire: bool = True) -> Due:
+        """A read first: idle workers must not fight for the write lock. Writes only when something is due; the one read tells about
+        leases too, so ``expire`` makes no difference."""
         assert isinstance(session, SqliteSession)
         promoted = again = dead = unknown = 0
         row = session.execute(self._text(ANY_DUE), {"offset": self.clock.offset})[0]
@@ -484,10 +532,7 @@ class Sqlite:
             state = State(following)
             counts[state] += 1
             if state is State.DEAD:
-                session.execute(self._text(EXPIRE_LAPSE), {"id": job_id})
-                session.execute(self._text(_MOVE_BY_ID), {
-                    "id": job_id, "state": int(state), "now": now, "keep": True, "kind": Kind.CRASHED.value, "summary": None,
-                })  # fmt: skip
+                session.execute(self._text(EXPIRE_DEAD), {"id": job_id, "now": now})
                 session.execute(self._text(DELETE_BY_ID), {"id": job_id})
             else:
                 session.execute(self._text(EXPIRE_BACK), {"id": job_id, "state": int(state), "now": now})
@@ -496,7 +541,7 @@ class Sqlite:
     def prune(self, session: Session, states: Sequence[State], before: int, limit: int) -> int:
         total = 0
         for state in states:
-            session.execute(self._text(PRUNE), {"state": int(state), "before": before, "limit": limit})
+            session.execute(self._text(PRUNE), {"state": int(state), "before": before, "limit": limit - total})
             total += session.changed
         return total
 

@@ -205,6 +205,8 @@ class TurnResult:
     settled: list[Fact] = field(default_factory=list)
     renewed: list[Fact] = field(default_factory=list)
     claimed: list[ClaimedRow] = field(default_factory=list)
+    whole: bool = True
+    """The claim looked everywhere. False: only beyond the low-water marks, so finding little does not mean that little is there."""
     now: int | None = None
 
 

@@ -84,6 +84,12 @@ class Listener:
             raise
         self.announced = self.settled = False
         self._since = 0
+        self._heard = False
+        # The driver hands over here what arrives in the middle of a statement of ours; ``heard`` would not find it on the wire.
+        self._connection.add_notify_handler(self._note)
+
+    def _note(self, notification: Any) -> None:
+        self._heard = True
 
     def _run(self, statement: str, params: Any = None) -> list[Any]:
         return list(self._connection.execute(statement, params).fetchall())
@@ -94,14 +100,14 @@ class Listener:
     def heard(self) -> bool:
         wire = self._connection.pgconn
         wire.consume_input()
-        heard = False
+        heard, self._heard = self._heard, False
         while wire.notifies():
             heard = True
         return heard
 
     def announce(self) -> None:
         """One try for the locks, and no waiting: a producer may hold one for a moment, or for ever if it died inside its statement.
-        Refused: not asleep, so the poll serves until the next try."""
+        Refused: ``announced`` stays False, nobody rings for us, and the caller tries again later."""
         if self._run(ANNOUNCE, {"keys": self._keys})[0][0]:
             self.announced, self.settled = True, False
             self._since = self._run(OPEN_SINCE)[0][0]
@@ -113,6 +119,7 @@ class Listener:
         self.settled = self._run(OLDEST_OPEN)[0][0] > self._since
 
     def wake(self) -> None:
+        """Producers need not ring any more."""
         if self.announced:
             self.announced = self.settled = False
             self._run(WAKE, {"keys": self._keys})

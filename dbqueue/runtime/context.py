@@ -82,4 +82,4 @@ class Port(Generic[T]):
         try:
             yield fake
         finally:
-            self._fakes.remove(fake)
+            del self._fakes[next(i for i, f in enumerate(self._fakes) if f is fake)]  # equal ones are not the same one

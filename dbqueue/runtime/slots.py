@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -22,17 +23,17 @@ from dbqueue.errors import Bury, RetryLater, summary_of
 from dbqueue.payload import CorruptPayload
 from dbqueue.runtime.context import JobContext, executing
 from dbqueue.states import Kind, State
-from dbqueue.targets import Target
+from dbqueue.targets import MAX_DELAY, Target
 
 log = logging.getLogger("dbqueue.jobs")
 
 
 @dataclass(eq=False)
 class Work:
-    """One claimed job on its way through a slot."""
+    """One claimed job on its way through a slot. Without a target it is never started."""
 
     row: ClaimedRow
-    target: Target[Any]
+    target: Target[Any] | None
     context: JobContext
     abandoned: bool = False
 
@@ -63,14 +64,22 @@ class ThreadSlots:
     def idle(self) -> int:
         return self.size - self.busy
 
-    def start(self, work: Work) -> None:
-        """Only the loop calls this, and only while ``idle`` is positive: nothing waits in memory (D11)."""
-        self.busy += 1
-        if len(self._threads) < min(self.size, self.busy):
+    def start(self, work: Work) -> bool:
+        """Only the loop calls this, and only while ``idle`` is positive: nothing waits in memory (D11). False: the system gives no
+        more threads; the job was not started, and the slots are as many as there are threads from now on."""
+        if len(self._threads) < min(self.size, self.busy + 1):
             thread = threading.Thread(target=self._serve, name=f"dbqueue-slot-{len(self._threads) + 1}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                self.size = len(self._threads)
+                return False
             self._threads.append(thread)
-            thread.start()
+        self.busy += 1
         self._inbox.put(work)
+        return True
 
     def collect(self) -> list[Outcome]:
         """What ended since the last call; abandoned jobs only free their slot."""
@@ -99,14 +108,22 @@ class ThreadSlots:
 
     def _serve(self) -> None:
         while (work := self._inbox.get()) is not None:
-            # A context of its own: what one handler sets, the next one does not see.
-            self._done.append(contextvars.Context().run(execute, work))
+            began = time.monotonic()
+            try:
+                # A context of its own: what one handler sets, the next one does not see.
+                outcome = contextvars.Context().run(execute, work)
+            except BaseException as error:  # the slot must not die with it
+                log.error("job %s ended in an error of its slot", work.context.id, exc_info=error)
+                summary = type(error).__name__
+                outcome = Outcome(work, State.PENDING, Kind.FAILED, summary, time.monotonic() - began)
+            self._done.append(outcome)
             self._ring()
 
 
 def execute(work: Work) -> Outcome:
-    """Decode, run, and turn whatever happened into an Outcome; never raises."""
+    """Decode, run, and turn whatever happened into an Outcome."""
     began = time.monotonic()
+    assert work.target is not None
 
     def ended(state: State, kind: Kind | None = None, summary: str | None = None, delay: int | None = None) -> Outcome:
         return Outcome(work, state, kind, summary, time.monotonic() - began, delay)
@@ -124,8 +141,7 @@ def execute(work: Work) -> Outcome:
     except Bury as error:
         return ended(State.DEAD, Kind.REJECTED, summary_of(error))
     except RetryLater as error:
-        wish = None if error.delay is None else max(0, round(error.delay * clock.SECOND))
-        return ended(State.PENDING, Kind.FAILED, summary_of(error), wish)
+        return ended(State.PENDING, Kind.FAILED, summary_of(error), _wish(error.delay))
     except BaseException as error:  # a SystemExit in a handler is its failure, not the worker's
         # The log may say more than the row does (D10).
         log.warning(
@@ -133,3 +149,10 @@ def execute(work: Work) -> Outcome:
         )
         return ended(State.PENDING, Kind.FAILED, summary_of(error))
     return ended(State.SUCCEEDED)
+
+
+def _wish(delay: object) -> int | None:
+    """Microseconds; None, and so the target's own backoff, for what is no number of seconds."""
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or math.isnan(delay):
+        return None
+    return round(min(max(0.0, delay), MAX_DELAY) * clock.SECOND)

@@ -1,51 +1,64 @@
 """The worker loop's one wait: for a finished slot, a signal, a notification, or the time.
 
-``ring`` may be called from any thread and from a signal handler. Nothing is lost between a look and a wait: whoever rings has
-made the fact visible first, and the byte in the pipe ends the next wait.
+``ring`` may be called from any thread and from a signal handler, also after ``close``. Nothing is lost between a look and a wait:
+whoever rings has made the fact visible first, and the byte in the pair of sockets ends the next wait.
 """
 
 from __future__ import annotations
 
-import os
-import select
+import contextlib
+import selectors
+import socket
 import time
 
 from dbqueue.database.wakeup import Sleeper
 
+# poll() and not select(): a process may have more than 1,024 open files.
+Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
+
+LONGEST = 60.0
+
 
 class Wake:
     def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        os.set_blocking(self._writer, False)
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
         self._rung = False
 
     def ring(self) -> None:
         if not self._rung:
             self._rung = True
-            try:
-                os.write(self._writer, b"!")
-            except BlockingIOError:  # full: the loop will wake anyway
-                pass
+            with contextlib.suppress(OSError):  # full: the loop wakes anyway; or closed: there is no loop any more
+                self._writer.send(b"!")
 
     def wait(self, seconds: float, sleeper: Sleeper | None) -> bool:
         """Returns whether the database had news. Raises the driver's error when the listening connection is gone."""
-        until = time.monotonic() + max(0.0, seconds)
-        number = None if sleeper is None else sleeper.fileno()
+        until = time.monotonic() + min(max(0.0, seconds), LONGEST)
         interval = None if sleeper is None else sleeper.interval
-        while True:
-            left = max(0.0, until - time.monotonic())
-            readers = [self._reader] if number is None else [self._reader, number]
-            ready, _, _ = select.select(readers, [], [], left if interval is None else min(left, interval))
-            if self._reader in ready:
-                self._rung = False
-                os.read(self._reader, 64)
-                return False
-            if sleeper is not None and (number in ready or interval is not None) and sleeper.heard():
-                return True
-            if time.monotonic() >= until:
-                return False
+        with Selector() as selector:
+            selector.register(self._reader, selectors.EVENT_READ)
+            number = None if sleeper is None else sleeper.fileno()
+            if number is not None:
+                selector.register(number, selectors.EVENT_READ)
+            while True:
+                left = max(0.0, until - time.monotonic())
+                ready = [key.fd for key, _ in selector.select(left if interval is None else min(left, interval))]
+                if self._reader.fileno() in ready:
+                    self._drain()
+                    return False
+                if sleeper is not None and (interval is not None or number in ready) and sleeper.heard():
+                    return True
+                if time.monotonic() >= until:
+                    return False
+
+    def _drain(self) -> None:
+        """Reads first and forgets afterwards: a ring in between is for a fact that the loop sees when this wait returns. The other
+        way round it would leave the flag set and the sockets empty, and no later ring would be heard."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(64)
+        self._rung = False
 
     def close(self) -> None:
-        os.close(self._reader)
-        os.close(self._writer)
+        self._reader.close()
+        self._writer.close()

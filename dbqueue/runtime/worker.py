@@ -7,86 +7,54 @@ While a turn is under way more slots finish, so batches form by themselves as lo
 What can fail, and what then happens:
 * The process dies: its leases end, the sweep of any other worker makes the jobs claimable again; each cost an attempt (D12).
 * The connection is lost: running jobs go on; after the reconnect, outcomes are settled again (a COMMIT whose answer was lost says
-  "already"), and rows claimed in a transaction whose answer never came are handed back, told apart by this worker's id.
-* A settle answers busy: somebody holds the row's lock just now; it is asked again next turn. Routine, neither logged nor counted.
+  "already"), and rows claimed in a transaction whose answer never came are handed back, told apart by this worker's name.
+* A settle answers busy: somebody holds the row's lock just now; it is asked again in a moment. Routine, neither logged nor counted.
 * A settle or renewal answers lost: the job belongs to somebody else; its flag is set and its outcome dropped (D13).
-* One statement of the turn is refused: the turn is rolled back, and the outcomes are settled one by one, so that a single bad row
-  cannot stop the others.
+* One statement of the turn is refused: the turn is rolled back, and the next one goes row by row, so that a single bad row
+  cannot stop the others; claims wait a moment.
 
 Only this loop settles jobs. Instants in here are of time.monotonic(); every comparison with a lease is made by the database.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from dbqueue import clock, events, ids, settings
-from dbqueue.database.dialect import OwnSession
+from dbqueue import events, ids, settings
 from dbqueue.database.engine import Database
-from dbqueue.database.tables import ClaimedRow, ClaimRequest, Fact, Held, Settlement, Turn, TurnResult
-from dbqueue.database.wakeup import Sleeper
-from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, QueueError
+from dbqueue.database.tables import ClaimedRow, ClaimRequest, Turn, TurnResult
+from dbqueue.errors import ConnectionLost, DatabaseBusy, DatabaseError, QueueError
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff
-from dbqueue.runtime.context import JobContext
+from dbqueue.runtime.claims import Claims
+from dbqueue.runtime.connection import Connection
 from dbqueue.runtime.log import log_events
+from dbqueue.runtime.options import WorkerOptions
+from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, released
 from dbqueue.runtime.shutdown import stop_on_signals
-from dbqueue.runtime.slots import Outcome, ThreadSlots, Work
+from dbqueue.runtime.slots import ThreadSlots
+from dbqueue.runtime.stopping import Stopping
+from dbqueue.runtime.upkeep import Upkeep
 from dbqueue.runtime.wake import Wake
-from dbqueue.states import Kind, State
+
+__all__ = ["EXIT_ABANDONED", "EXIT_CLEAN", "Worker", "WorkerOptions", "run_worker"]
+
+log = logging.getLogger("dbqueue")
 
 EXIT_CLEAN = 0
 EXIT_ABANDONED = 75
 """EX_TEMPFAIL: half of the slots hold jobs that ignore their timeout; a supervisor is to start a fresh process."""
 
-UPKEEP_BATCH = 500
-PRUNE_BATCH, PRUNE_EVERY, PRUNE_PAUSE = 1_000, 30.0, 0.05
 SHORTEST_HISTORY = 60.0
 """Seconds that even a switched-off history keeps succeeded jobs: a settle whose COMMIT answer was lost must be told "already"."""
-TIMEOUT_GRACE = 2.0
-"""Seconds at most that a job gets between its cancel flag and the settling of its timeout."""
-RECONNECT_FIRST, RECONNECT_MOST = 0.1, 5.0
-PRUNED = (State.SUCCEEDED, State.ACKED, State.CANCELLED, State.DISCARDED)
-"""Dead and unknown jobs stay until somebody decides."""
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """What one worker may be told; None: the queue's settings. Seconds."""
-
-    queues: tuple[str, ...] | None = None
-    slots: int | None = None
-    lease: float | None = None
-    name: str | None = None
-    once: bool = False
-    """Ends when nothing is due any more."""
-    max_jobs: int | None = None
-    """Ends after this many jobs were claimed and settled."""
-    shutdown: float = 30.0
-    """How long running jobs may take to end after a stop was asked for."""
-
-
-@dataclass(eq=False)
-class Running:
-    """A claim that a slot works on, or whose outcome is not settled yet."""
-
-    work: Work
-    renew_at: float
-    deadline: float
-    claimed_at: float
-    timed_out: bool = False
-    lost: bool = False
-    settlement: Settlement | None = None
-    ended: events.JobEnded | None = None
-    give_up_at: float = field(default=float("inf"))
-
-    @property
-    def row(self) -> ClaimedRow:
-        return self.work.row
+SWEEP_PAUSE = 0.02
+"""Seconds until a claim that looked only beyond its low-water marks, and found little, is followed by one that looks everywhere."""
+BUSY_FIRST, BUSY_MOST = 0.002, 0.1
+"""Seconds until the next try when the whole database is busy: SQLite's write lock, a deadlock."""
 
 
 class Worker:
@@ -94,41 +62,39 @@ class Worker:
 
     def __init__(self, queue: DBQueue, options: WorkerOptions | None = None) -> None:
         self.queue, self.options = queue, options or WorkerOptions()
+        self.options.check()
         self.database: Database = queue.database
         self.dialect = self.database.dialect
         self.targets = queue.targets
         job_settings = queue.settings
         self.queues = self._queue_names()
         size = job_settings.workers if self.options.slots is None else self.options.slots
-        if not 1 <= size <= 1_000:
-            raise ConfigError(f"a worker has 1 to 1000 slots (-c); got {size}")
         self.lease = self._lease_us(job_settings)
         self.poll = job_settings.poll_ms / 1000
-        self.history = max(job_settings.history_ms / 1000, SHORTEST_HISTORY)
         self.backoff = Backoff(job_settings.retry_base_ms / 1000, job_settings.retry_max_ms / 1000)
-        self.database.grow_pool(
-            size + 1
-        )  # D18: handlers share the pool; the loop's own connections stand outside of it
-        self.name = self.options.name or ids.worker_id(socket.gethostname())
+        # D18: handlers share the pool; the loop's own connections stand outside of it.
+        self.database.grow_pool(size + 1)
+        # A name is used once: rows that another process claimed, or an earlier life, must never be taken for our own.
+        self.name = ids.worker_id(self.options.name or socket.gethostname())
         self.wake = Wake()
         self.slots = ThreadSlots(size, self.wake.ring)
-        self.running: dict[bytes, Running] = {}
-        self.unsettled: list[Running] = []
-        self.session: OwnSession | None = None
-        self.sleeper: Sleeper | None = None
-        self.stopping: str | None = None
+        self.connection = Connection(
+            self.database, self.name, self.queues, poll=self.poll, listen=not self.options.once
+        )
+        self.upkeep = Upkeep(
+            self.dialect, self.queues, poll=self.poll, lease=self.lease / 1e6,
+            history=max(job_settings.history_ms / 1000, SHORTEST_HISTORY),
+        )  # fmt: skip
+        self.stopping = Stopping()
+        self.claims = Claims(self.slots, self.lease, self.backoff)
         self.exit_code = EXIT_CLEAN
-        self.claimed = self.done = self.released = 0
-        self._hurried = self._flagged = self._told = False
-        self._stop_until = float("inf")
-        self._backlog = True
-        self._claim_at = self._upkeep_at = self._look_at = 0.0
-        self._look_pause = 0.002
-        self._turn_after = 0.0
-        self._prune_at = time.monotonic() + random.uniform(0.1, 1.0) * PRUNE_EVERY
-        self._lost_at: float | None = None
-        self._reconnects = 0
-        self._turn_trouble = False
+        self.claimed = self.left = 0
+        self._backlog, self._drained = True, False
+        self._claim_at = self._claim_after = self._turn_after = 0.0
+        self._claims_made = 0
+        self._busy_pause = BUSY_FIRST
+        self._careful = False
+        self._troubles: dict[str, float] = {}
 
     def _queue_names(self) -> tuple[str, ...]:
         given = self.options.queues
@@ -144,19 +110,21 @@ class Worker:
             lease_ms,
             {name: target.policy.timeout_ms for name, target in self.targets.items()},
         )
+        # On SQLite a job must be able to end within its claim's lease (D18); a stored one may be older than this rule.
+        self._longest = lease_ms * 1_000 if self.dialect.name == "sqlite" else NEVER
         return lease_ms * 1_000
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Works until it was asked to stop and has nothing left in its hands; returns the exit code."""
-        self.database.ready()
-        events.emit(
-            events.WorkerStarted(
-                self.name, self.database.label, self.queues, self.slots.size, self.lease / 1e6, len(self.targets)
-            )
-        )
         try:
+            self.connection.start()
+            events.emit(
+                events.WorkerStarted(
+                    self.name, self.database.label, self.queues, self.slots.size, self.lease / 1e6, len(self.targets)
+                )
+            )
             while True:
                 pause = self.step()
                 if self.finished:
@@ -164,470 +132,269 @@ class Worker:
                 self._wait(pause)
         finally:
             self._close()
-        events.emit(events.WorkerStopped(self.name, self.done, self.released, len(self.running), self.exit_code))
+        claims = self.claims
+        events.emit(events.WorkerStopped(self.name, claims.done, claims.released, self.left, self.exit_code))
         return self.exit_code
 
     @property
     def finished(self) -> bool:
-        return self.stopping is not None and not self.running
+        return self.stopping.begun and not self.claims
 
     def stop(self, reason: str = "asked to stop") -> None:
         """From any thread or a signal handler. First call: claim nothing more and let running jobs end within ``shutdown`` seconds.
         Second call: cancel them, hand them back and end."""
-        if self.stopping is None:
-            self._stop_until = time.monotonic() + self.options.shutdown
-            self.stopping = reason
-        else:
-            self._hurried = True
+        self.stopping.ask(reason, self.options.shutdown)
         self.wake.ring()
 
     def step(self) -> float:
         """Everything that is due now; returns the seconds until something else is."""
-        self._collect()
-        self._watch_timeouts()
-        if self.stopping is not None:
+        self.claims.collect(stopping=self.stopping.flagged)
+        if self.claims.watch() and not self.stopping.begun:
+            self.exit_code = EXIT_ABANDONED
+            self._end("too many slots hold jobs that ignore their timeout")
+        if self.stopping.begun:
             self._shut_down()
-        if not self._connected():
-            return max(0.0, self._turn_after - time.monotonic())
-        try:
-            with self.database.errors():
-                again = self._turn()
+        if self.connection.ready(self.claims.ids):
+            try:
+                self._turn()
                 self._maintain()
-            self._end_if_done()
-            return 0.0 if again else self._pause()
-        except ConnectionLost as error:
-            self._connection_lost(error)
-        except DatabaseBusy:
-            self._turn_after = time.monotonic() + random.uniform(0.002, 0.02)
-        except QueueError as error:
-            self._refused(error)
-        return max(0.0, self._turn_after - time.monotonic())
-
-    def _end_if_done(self) -> None:
-        if self.stopping is None and not self.running:
-            if self.options.max_jobs is not None and self.claimed >= self.options.max_jobs:
-                self.stop("all the jobs that were asked for are done")
-            elif self.options.once and not self._backlog:
-                self.stop("nothing is due")
+                self._end_if_done()
+            except ConnectionLost as error:
+                self.connection.lost(error)
+            except DatabaseBusy:  # of the whole database: SQLite's write lock, a deadlock
+                self._turn_after = time.monotonic() + self._busy_pause * random.uniform(0.5, 1.5)
+                self._busy_pause = min(self._busy_pause * 2, BUSY_MOST)
+            except QueueError as error:
+                self._refused(error)
+        return self._pause()
 
     def _wait(self, seconds: float) -> None:
-        try:
-            if self.wake.wait(seconds, self.sleeper):
-                self._claim_at = self._upkeep_at = 0.0
-                self._backlog = True
-        except Exception as error:
-            if self.dialect.classify(error) is None:
-                raise
-            self._drop_sleeper()
+        sleeper = self.connection.sleeper
+        if sleeper is not None and sleeper.interval is not None and not self._capacity:
+            sleeper = None  # news are of no use now, and looking for them costs something
+        heard = False
+
+        def wait() -> None:
+            nonlocal heard
+            heard = self.wake.wait(seconds, sleeper)
+
+        self.connection.attempt(wait)
+        if (
+            heard and self._capacity
+        ):  # without an idle slot the next settle claims, and the next sleep looks at everything
+            self._look_for_jobs()
+
+    def _look_for_jobs(self) -> None:
+        self._backlog = True
+        self.upkeep.soon()
 
     def _pause(self) -> float:
-        now = time.monotonic()
-        times = [self._upkeep_at, self._prune_at]
-        if self.unsettled:
-            times.append(now)
-        for running in self.running.values():
-            if not running.lost:
-                times.append(running.renew_at)
-            if running.settlement is None:
-                times.append(running.give_up_at if running.timed_out else running.deadline)
-        if self.stopping is not None:
-            times.append(self._stop_until)
-        elif self.slots.idle:
-            times.append(self._claim_at)
-        return max(0.0, max(min(times), self._turn_after) - now)
+        connected = self.connection.session is not None
+        times = [self.claims.next_at(connected=connected)]
+        if connected and not self.stopping.begun:
+            times.append(self.upkeep.next_at)
+            if self._capacity:
+                times.append(self._claim_after if self._backlog else max(self._claim_at, self._claim_after))
+        next_at = max(min(times), self._turn_after) if connected else times[0]
+        return max(0.0, min(next_at, self.connection.next_at, self.stopping.next_at) - time.monotonic())
+
+    def _end(self, reason: str) -> None:
+        self.stopping.begin(reason, self.options.shutdown)
+
+    def _end_if_done(self) -> None:
+        if not self.claims and not self.stopping.begun:
+            if self.options.max_jobs is not None and self.claimed >= self.options.max_jobs:
+                self._end("all the jobs that were asked for are done")
+            elif self.options.once and self._drained:
+                self._end("nothing is due")
 
     # -- one turn ----------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> bool:
-        """Settle, renew, claim. Returns whether the next turn should follow at once."""
+    @property
+    def _capacity(self) -> int:
+        """How many jobs may be claimed now."""
+        if self.stopping.begun:
+            return 0
+        most = self.options.max_jobs
+        return self.slots.idle if most is None else max(0, min(self.slots.idle, most - self.claimed))
+
+    def _turn(self) -> None:
+        """Settle, renew, claim."""
         now = time.monotonic()
         if now < self._turn_after:
-            return False
-        assert self.session is not None
-        settling = self.unsettled
-        renewing = [r for r in self.running.values() if r.renew_at <= now and not r.lost]
-        claim = self._claim_request(now)
-        if not settling and not renewing and claim is None:
-            return False
-        turn = Turn(
-            [r.settlement for r in settling if r.settlement is not None],
-            [Held(r.row.id, r.row.token) for r in renewing],
-            self.lease,
-            claim,
-        )
-        result = self.dialect.turn(self.session, turn)
-        self._turn_trouble = False
-        self.unsettled = []
-        self._settled(settling, result.settled)
-        self._renewed(renewing, result.renewed, now)
-        return claim is not None and self._started(claim, result, now)
+            return
+        settling, renewing = self.claims.to_settle(now), self.claims.to_renew(now)
+        if self._careful:
+            self._one_by_one(settling, renewing, now)
+            return
+        claim = self._claim_request(now, bool(settling))
+        if settling or renewing or claim is not None:
+            result = self._exchange(settling, renewing, claim, now)
+            if claim is not None:
+                self._started(claim, result, now)
 
-    def _claim_request(self, now: float) -> ClaimRequest | None:
-        idle = self.slots.idle
-        if self.options.max_jobs is not None:
-            idle = min(idle, self.options.max_jobs - self.claimed)
-        if self.stopping is not None or idle <= 0:
+    def _exchange(
+        self, settling: Sequence[Running], renewing: Sequence[Running], claim: ClaimRequest | None, now: float
+    ) -> TurnResult:
+        session = self.connection.session
+        assert session is not None
+        settlements = [running.settlement for running in settling if running.settlement is not None]
+        turn = Turn(settlements, [running.held for running in renewing], self.lease, claim)
+        try:
+            with self.database.errors():
+                result = self.dialect.turn(session, turn)
+        except QueueError:
+            raise
+        except Exception as error:
+            # Not the database's: a value that the driver cannot send, or a defect. Neither may end the worker.
+            log.exception("worker %s: a turn failed", self.name)
+            raise DatabaseError(f"the turn failed ({type(error).__name__})") from error
+        self._busy_pause = BUSY_FIRST
+        self.connection.worked()
+        self.claims.settled(settling, result.settled)
+        self.claims.renewed(renewing, result.renewed, now)
+        self.upkeep.soon(self.claims.next_retry)
+        self.claims.next_retry = NEVER
+        return result
+
+    def _claim_request(self, now: float, settling: bool) -> ClaimRequest | None:
+        capacity, session = self._capacity, self.connection.session
+        if self.connection.news:
+            self.connection.news = False
+            self._look_for_jobs()
+        if not capacity or now < self._claim_after or not (self._backlog or now >= self._claim_at or settling):
             return None
-        if not (self._backlog or now >= self._claim_at or self.unsettled):
-            return None
-        if self.dialect.probes and not self.unsettled and self.session is not None:
-            if not self.dialect.probe(self.session, self.queues):
-                self._nothing_found(now)
-                return None
-        # Equal priorities of several queues take turns: each claim begins with another queue.
-        turn = self.claimed % len(self.queues)
-        return ClaimRequest(self.queues[turn:] + self.queues[:turn], idle, self.name, ids.new_token(), self.lease)
+        if self.dialect.probes and not settling and session is not None:
+            with self.database.errors():
+                if not self.dialect.probe(session, self.queues):
+                    self._nothing_found(now, whole=True)
+                    return None
+        # Several queues take turns: each claim begins with another one.
+        first = self._claims_made % len(self.queues)
+        self._claims_made += 1
+        queues = self.queues[first:] + self.queues[:first]
+        return ClaimRequest(queues, capacity, self.name, ids.new_token(), self.lease)
 
-    def _nothing_found(self, now: float) -> None:
-        self._backlog = False
-        self._claim_at = now + self.poll
-        if self.options.once:
-            self._upkeep_at = 0.0  # the last look must see that nothing has become due either
-
-    def _started(self, claim: ClaimRequest, result: TurnResult, sent: float) -> bool:
+    def _started(self, claim: ClaimRequest, result: TurnResult, sent: float) -> None:
         """Hands what was claimed to the slots. ``sent`` is before the database wrote the lease, so our idea of it ends early."""
         rows = result.claimed
         self.claimed += len(rows)
-        full = len(rows) >= 1 << (claim.limit.bit_length() - 1)
-        if rows and full:
-            self._backlog = True
-        else:
-            self._nothing_found(sent)
+        self._went_well("turn")
         for row in rows:
             self._start(row, sent)
-        if self.sleeper is not None:
-            if not self.slots.idle:
-                self._sleeper_call(self.sleeper.wake)
-            elif not self._backlog:
-                self._fall_asleep(sent)
-        return bool(self.unsettled or (self._backlog and self.slots.idle))
+        if rows and len(rows) >= 1 << (claim.limit.bit_length() - 1):  # as many as a claim of this size brings
+            self._backlog, self._drained = True, False
+        else:
+            self._nothing_found(sent, whole=result.whole)
+        if not self._capacity:
+            self._claim_at = 0.0  # the next idle slot claims, however it became idle
+            self.connection.wake()
+
+    def _nothing_found(self, now: float, *, whole: bool) -> None:
+        self._backlog, self._drained = False, False
+        if not whole:
+            self._claim_at = now + SWEEP_PAUSE
+        elif self.options.once:
+            self._drained = True  # unless upkeep, which looks at once, finds something due
+            self._claim_at = now + self.poll
+            self.upkeep.soon()
+        elif self._capacity:
+            look_at = self.connection.fall_asleep(now)
+            self._claim_at = min(now + self.poll, look_at)
+            if look_at <= now:  # jobs that become due soon, too, may have been written without a ring
+                self.upkeep.soon()
 
     def _start(self, row: ClaimedRow, sent: float) -> None:
         target = self.targets.get(row.target)
-        timeout = (row.timeout_ms or 0) / 1000
-        context = JobContext(ids.as_uuid(row.id), row.target, row.attempt, row.max_attempts)
-        work = Work(row, target, context)  # type: ignore[arg-type]
-        running = self.running[row.id] = Running(work, sent + self.lease / 3e6, sent + timeout, sent)
-        kind = self._obstacle(row)
+        running = self.claims.add(row, target, sent)
+        kind = obstacle(row, target, self._longest)
         if kind is not None:
-            self._settle(running, Settlement(row.id, row.token, State.BLOCKED, row.queue, kind, refund=True), 0.0)
-            return
-        events.emit(events.JobStarted(context.id, row.target, row.queue, row.attempt))
-        self.slots.start(work)
+            self.claims.end(running, blocked(row, kind))
+        elif self.slots.start(running.work):
+            events.emit(events.JobStarted(running.work.context.id, row.target, row.queue, row.attempt))
+        else:
+            log.error("worker %s: the system gives no more threads, %d slots from now on", self.name, self.slots.size)
+            self.claims.end(running, released(row))
 
-    def _obstacle(self, row: ClaimedRow) -> Kind | None:
-        """Why this row must not run (D9): it is kept, blocked, and its attempt given back."""
-        target = self.targets.get(row.target)
-        if target is None:
-            return Kind.UNKNOWN_TARGET
-        if row.fingerprint != target.schema.fingerprint:
-            return Kind.SCHEMA_MISMATCH
-        if row.timeout_ms is None or not 0 < row.timeout_ms <= 3_600_000:
-            return Kind.INVALID_POLICY
-        if self.dialect.name == "sqlite" and row.timeout_ms * 1_000 >= self.lease:
-            return Kind.INVALID_POLICY
-        return None
-
-    def _fall_asleep(self, now: float) -> None:
-        """No work: announce it, and look again until every transaction that was open then has ended (see wakeup)."""
-        sleeper = self.sleeper
-        if sleeper is None:
-            return
-        if not sleeper.announced:
-            self._sleeper_call(sleeper.announce)
-            self._look_pause = 0.002
-            self._claim_at = self._look_at = now
-        elif not sleeper.settled and now >= self._look_at:
-            self._sleeper_call(sleeper.look)
-            self._look_at = now + self._look_pause
-            self._look_pause = min(self._look_pause * 2, self.poll)
-            self._claim_at = now if sleeper.settled else min(self._claim_at, self._look_at)
-
-    def _sleeper_call(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            if self.dialect.classify(error) is None:
-                raise
-            self._drop_sleeper()
-
-    # -- outcomes ----------------------------------------------------------------------------------------------------
-
-    def _collect(self) -> None:
-        for outcome in self.slots.collect():
-            running = self.running.get(outcome.work.row.id)
-            if running is None or running.work is not outcome.work or running.settlement is not None:
-                continue
-            if running.lost:
-                self._forget_lost(running)
-            else:
-                self._settle(running, self._decide(running, outcome), outcome.duration)
-
-    def _decide(self, running: Running, outcome: Outcome) -> Settlement:
-        """Policy: what an outcome means for the job's row."""
-        row, state, kind, summary, delay = running.row, outcome.state, outcome.kind, outcome.summary, outcome.delay
-        if running.timed_out and state in (State.SUCCEEDED, State.PENDING):
-            # Whatever it returned: a limit that holds only for some jobs is none, and process slots kill at it.
-            return self._failed(row, Kind.TIMEOUT, None, None)
-        if self._flagged and running.work.context.noticed and state in (State.SUCCEEDED, State.PENDING):
-            return self._release(running)  # it stopped half-way because we asked it to
-        if state is State.PENDING:
-            return self._failed(row, kind or Kind.FAILED, summary, delay)
-        return Settlement(row.id, row.token, state, row.queue, kind, summary, refund=state is State.BLOCKED)
-
-    def _failed(self, row: ClaimedRow, kind: Kind, summary: str | None, delay: int | None) -> Settlement:
-        if row.attempt >= row.max_attempts:
-            return Settlement(row.id, row.token, State.DEAD, row.queue, kind, summary)
-        target = self.targets.get(row.target)
-        policy = (target.policy.retry if target else None) or self.backoff
-        wait = policy.delay_us(row.attempt) if delay is None else delay
-        return Settlement(row.id, row.token, State.PENDING, row.queue, kind, summary, wait)
-
-    def _release(self, running: Running) -> Settlement:
-        row = running.row
-        return Settlement(row.id, row.token, State.PENDING, row.queue, Kind.RELEASED, None, refund=True)
-
-    def _settle(self, running: Running, settlement: Settlement, duration: float) -> None:
-        """Notes the outcome; it is written with the next turn, and renewed like every claim until then."""
-        row = running.row
-        again = settlement.state is State.PENDING and not settlement.refund
-        running.settlement = settlement
-        running.ended = events.JobEnded(
-            running.work.context.id, row.target, row.queue, row.attempt, settlement.state.label,
-            None if settlement.kind is None else settlement.kind.value, settlement.summary, duration,
-            settlement.delay / clock.SECOND if again else None,
-        )  # fmt: skip
-        self.unsettled.append(running)
-
-    def _settled(self, settling: list[Running], facts: list[Fact]) -> None:
-        for running, fact in zip(settling, facts, strict=True):
-            if fact is Fact.BUSY:
-                self.unsettled.append(running)
-                self._turn_after = time.monotonic() + 0.002  # held by a claimant's short transaction, as a rule
-                continue
-            self.running.pop(running.row.id, None)
-            if fact is Fact.LOST:
-                events.emit(events.ClaimLost(running.work.context.id, running.row.target, running.row.attempt))
-            elif running.ended is not None:
-                self.done += 1
-                self.released += running.settlement is not None and running.settlement.refund
-                events.emit(running.ended)
-
-    def _renewed(self, renewing: list[Running], facts: list[Fact], sent: float) -> None:
-        for running, fact in zip(renewing, facts, strict=True):
-            if running.row.id not in self.running or self.running[running.row.id] is not running:
-                continue  # settled in this very turn
-            if fact is Fact.RENEWED:
-                running.renew_at = sent + self.lease / 3e6
-            elif fact is Fact.BUSY:
-                running.renew_at = sent + min(0.05, self.lease / 2e7)
-            else:
-                self._lose(running)
-
-    def _lose(self, running: Running) -> None:
-        """Ours no more: tell the handler, and drop what it returns."""
-        running.lost = True
-        running.work.context.cancel()
-        if running.settlement is not None:
-            if running in self.unsettled:
-                self.unsettled.remove(running)
-            self._forget_lost(running)
-
-    def _forget_lost(self, running: Running) -> None:
-        self.running.pop(running.row.id, None)
-        events.emit(events.ClaimLost(running.work.context.id, running.row.target, running.row.attempt))
+    # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _refused(self, error: QueueError) -> None:
-        """The turn was rolled back by an error that a new connection does not cure: settle one by one, claim again later."""
-        settling, self.unsettled = self.unsettled, []
+        """The turn was rolled back by an error that a new connection does not cure: what is held goes row by row, claims wait."""
+        self._careful, self._drained = True, False
+        self._claim_after = time.monotonic() + random.uniform(0.5, 1.0)
+        self._trouble("turn", error)
+
+    def _trouble(self, what: str, error: QueueError) -> None:
+        """Told once, until it goes well again."""
+        if what not in self._troubles:
+            self._troubles[what] = time.monotonic()
+            events.emit(events.DatabaseTrouble(self.name, f"{type(error).__name__}: {error}"))
+
+    def _went_well(self, what: str) -> None:
+        since = self._troubles.pop(what, None) if self._troubles else None
+        if since is not None:
+            events.emit(events.DatabaseBack(self.name, time.monotonic() - since, 0))
+
+    def _one_by_one(self, settling: Sequence[Running], renewing: Sequence[Running], now: float) -> None:
+        """After a refusal: every row on its own. An error that is not the row's own leaves the rest for the next try."""
         for running in settling:
             try:
-                assert self.session is not None and running.settlement is not None
-                with self.database.errors():
-                    self.session.begin()
-                    fact = self.dialect.settle(self.session, [running.settlement])[0]
-                    self.session.commit()
-                self._settled([running], [fact])
-            except ConnectionLost:
-                self.unsettled.append(running)
+                self._exchange([running], [], None, now)
+            except (ConnectionLost, DatabaseBusy):
                 raise
-            except QueueError:  # this row is the bad one: leave it to its lease
-                self._abort()
-                self._lose(running)
-        if not self._turn_trouble:
-            self._turn_trouble = True
-            events.emit(events.DatabaseTrouble(self.name, f"{type(error).__name__}: {error}"))
-        self._turn_after = time.monotonic() + random.uniform(0.5, 1.0)
-
-    def _abort(self) -> None:
-        try:
-            if self.session is not None:
-                self.session.rollback()
-        except Exception as error:
-            if self.dialect.classify(error) is None:
+            except QueueError:
+                self.claims.refused(running)
+        for running in renewing:
+            try:
+                if running in self.claims:
+                    self._exchange([], [running], None, now)
+            except (ConnectionLost, DatabaseBusy):
                 raise
+            except QueueError:
+                self.claims.not_renewed(running, now)
+        self._careful = bool(self.claims.to_settle(now))
 
-    # -- timeouts ----------------------------------------------------------------------------------------------------
-
-    def _watch_timeouts(self) -> None:
-        """At its timeout a job's flag is set; after a grace it is settled without its thread, and the slot abandoned."""
-        now = time.monotonic()
-        for running in list(self.running.values()):
-            if running.settlement is not None or running.work.abandoned:
-                continue
-            if not running.timed_out and now >= running.deadline:
-                running.timed_out = True
-                running.give_up_at = now + min(TIMEOUT_GRACE, self.lease / 4e6)
-                running.work.context.cancel()
-                timeout = (running.row.timeout_ms or 0) / 1000
-                events.emit(
-                    events.JobTimedOut(running.work.context.id, running.row.target, running.row.attempt, timeout)
-                )
-            elif running.timed_out and now >= running.give_up_at:
-                self._abandon(running, now)
-
-    def _abandon(self, running: Running, now: float) -> None:
-        self.slots.abandon(running.work)
-        limit = max(1, self.slots.size // 2)
-        events.emit(events.SlotAbandoned(running.work.context.id, running.row.target, self.slots.abandoned, limit))
-        if running.lost:
-            self._forget_lost(running)
-        else:
-            self._settle(running, self._failed(running.row, Kind.TIMEOUT, None, None), now - running.claimed_at)
-        if self.slots.abandoned >= limit and self.stopping is None:
-            self.exit_code = EXIT_ABANDONED
-            self.stop("too many slots hold jobs that ignore their timeout")
-
-    # -- upkeep ------------------------------------------------------------------------------------------------------
+    # -- upkeep and the end ------------------------------------------------------------------------------------------
 
     def _maintain(self) -> None:
-        now = time.monotonic()
-        assert self.session is not None
-        if now >= self._upkeep_at and (self.stopping is None):
-            due = self.dialect.upkeep(self.session, UPKEEP_BATCH, self.queues)
-            if due.promoted or due.again:
-                self._backlog = True
-            if due.again or due.dead or due.unknown:
-                events.emit(events.LeasesExpired(due.again, due.dead, due.unknown))
-            soonest = min((t for t in (due.next_run, due.next_lease) if t is not None), default=None)
-            wait = self.poll if soonest is None else min(self.poll, max(0.0, (soonest - due.now) / clock.SECOND))
-            self._upkeep_at = now + wait
-        elif self.stopping is not None:
-            self._upkeep_at = now + self.poll
-        if now >= self._prune_at:
-            self._prune(now)
-
-    def _prune(self, now: float) -> None:
-        assert self.session is not None
-        self.session.begin(now + min(1.0, self.lease / 4e6))
+        session = self.connection.session
+        if session is None or self.stopping.begun:
+            return
         try:
-            before = self.dialect.now(self.session) - round(self.history * clock.SECOND)
-            rows = self.dialect.prune(self.session, PRUNED, before, PRUNE_BATCH)
-            self.session.commit()
-        except BaseException:
-            self._abort()
+            with self.database.errors():
+                found = self.upkeep.run(session)
+        except ConnectionLost:
             raise
-        if rows:
-            events.emit(events.HistoryPruned(rows))
-        self._prune_at = now + (PRUNE_PAUSE if rows >= PRUNE_BATCH else PRUNE_EVERY * random.uniform(0.8, 1.2))
-
-    # -- the connection ----------------------------------------------------------------------------------------------
-
-    def _connected(self) -> bool:
-        if self.session is None:
-            if time.monotonic() < self._turn_after:
-                return False
-            try:
-                self.session = self.database.open_session()
-                if self._lost_at is not None:
-                    self._back()
-            except ConnectionLost as error:
-                self._connection_lost(error)
-                return False
-            except DatabaseBusy:
-                self._connection_lost(ConnectionLost("the database is busy"))
-                return False
-        if self.sleeper is None and not self.options.once and time.monotonic() >= self._look_at:
-            self._open_sleeper()
-        return self.session is not None
-
-    def _back(self) -> None:
-        """Connected again: rows that the database thinks we hold and we do not know came in an answer that was lost."""
-        assert self.session is not None
-        lost_at, self._lost_at, self._reconnects = self._lost_at, None, 0
-        with self.database.errors():
-            released = self.dialect.release_unknown(self.session, self.name, list(self.running))
-        self._backlog = True
-        self._upkeep_at = 0.0
-        events.emit(events.DatabaseBack(self.name, time.monotonic() - (lost_at or time.monotonic()), released))
-
-    def _open_sleeper(self) -> None:
-        assert self.session is not None
-        try:
-            self.sleeper = self.database.sleeper(self.session, self.queues)
-        except ConnectionLost:  # polling serves meanwhile
-            pass
-        self._look_at = time.monotonic() + (0.0 if self.sleeper else RECONNECT_MOST)
-
-    def _drop_sleeper(self) -> None:
-        sleeper, self.sleeper = self.sleeper, None
-        self._look_at = time.monotonic() + RECONNECT_FIRST
-        if sleeper is not None:
-            try:
-                sleeper.close()
-            except Exception as error:
-                if self.dialect.classify(error) is None:
-                    raise
-
-    def _connection_lost(self, error: QueueError) -> None:
-        session, self.session = self.session, None
-        if session is not None:
-            try:
-                session.close()
-            except Exception as closing:
-                if self.dialect.classify(closing) is None:
-                    raise
-        self._drop_sleeper()
-        if self._lost_at is None:
-            self._lost_at = time.monotonic()
-            events.emit(events.DatabaseTrouble(self.name, f"{type(error).__name__}: {error}"))
-        pause = min(RECONNECT_MOST, RECONNECT_FIRST * 2 ** min(self._reconnects, 10))
-        self._reconnects += 1
-        self._turn_after = time.monotonic() + pause * random.uniform(0.5, 1.0)
-
-    # -- stopping ----------------------------------------------------------------------------------------------------
+        except DatabaseBusy:
+            self._drained = False
+        except QueueError as error:
+            self._drained = False
+            self._trouble("upkeep", error)
+        else:
+            self._went_well("upkeep")
+            if found:
+                self._backlog, self._drained = True, False
 
     def _shut_down(self) -> None:
-        """The order: claim nothing more (``stopping`` is set); let running jobs end; past the deadline, or hurried, set their flags and
-        give them a moment; hand back what is left. What cannot be handed back keeps its lease and comes back by it."""
+        """The order: claim nothing more; let running jobs end; past the deadline, or hurried, set their flags and give them a moment;
+        hand back what is left. What cannot be handed back in time keeps its lease and comes back by it."""
         now = time.monotonic()
-        if not self._told:
-            self._told = True
-            events.emit(events.WorkerStopping(self.name, str(self.stopping), len(self.running)))
-        if not self._flagged and (self._hurried or now >= self._stop_until):
-            self._flagged = True
-            self._stop_until = now + (0.1 if self._hurried else 1.0)
-            for running in self.running.values():
-                running.work.context.cancel()
-        elif self._flagged and (now >= self._stop_until):
-            for running in list(self.running.values()):
-                if running.settlement is None and not running.lost:
-                    self.slots.abandon(running.work)
-                    self._settle(running, self._release(running), now - running.claimed_at)
-                elif running.lost:
-                    self._forget_lost(running)
-            self._stop_until = float("inf")
-            if self._lost_at is not None:  # no database to tell: the leases do it
-                self.running.clear()
+        if self.stopping.told():
+            self.connection.stop_listening(for_good=True)
+            events.emit(events.WorkerStopping(self.name, str(self.stopping.reason), len(self.claims)))
+        if self.stopping.flag_due(now):
+            self.claims.cancel()
+        elif self.stopping.hand_back_due(now):
+            self.claims.hand_back()
+        elif self.stopping.leave_due(now):
+            self.left = self.claims.leave()
 
     def _close(self) -> None:
-        """Threads first, so that no handler meets closed connections; then the connections."""
-        self.slots.close(1.0)
-        if self.sleeper is not None:
-            self._drop_sleeper()
-        if self.session is not None:
-            self.session.close()
-            self.session = None
+        """Threads first, so that no handler meets closed connections; then the connections. A thread that was abandoned is not
+        waited for: its job may be running elsewhere already, and the sooner this process ends, the better."""
+        self.claims.cancel()
+        self.slots.close(0.1 if self.slots.busy else 1.0)
+        self.connection.close()
         self.wake.close()
 
 

@@ -1,0 +1,154 @@
+"""``dbqueue worker``: the options of ``celery worker`` where they mean the same, and what becomes of its log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import socket
+import sys
+from datetime import datetime, timezone
+from typing import Any
+
+import click
+
+from dbqueue.cli.options import Asked, app_option, traceback_option
+from dbqueue.cli.output import iso
+from dbqueue.errors import InvalidName
+from dbqueue.settings import check_name
+
+LEVELS = ("debug", "info", "warning", "error", "critical", "fatal")
+
+
+def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(dict.fromkeys(check_name("queue", name.strip()) for name in value.split(",")))
+    except InvalidName as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _threads(_: click.Context, __: click.Parameter, value: str) -> str:
+    if value != "threads":
+        raise click.BadParameter("this worker runs jobs in threads and has no other pool: leave -P out")
+    return value
+
+
+def _expanded(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    """%h is the host's full name, %n its first part, %d the rest: as celery has it."""
+    if value is None:
+        return None
+    host = socket.gethostname()
+    name, _dot, domain = host.partition(".")
+    known = {"h": host, "n": name, "d": domain, "%": "%"}
+    if unknown := [c for c in re.findall("%(.?)", value) if c not in known]:
+        raise click.BadParameter(
+            f"%{unknown[0]} means nothing here; there are %h (host), %n (name), %d (domain) and %%"
+        )
+    try:
+        return check_name("worker", re.sub("%(.)", lambda match: known[match[1]], value))
+    except InvalidName as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _number(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    if value is not None and math.isnan(value):  # which no range of click's refuses
+        raise click.BadParameter("nan is no number of seconds")
+    return value
+
+
+@click.command()
+@app_option
+@click.option("-Q", "--queues", metavar="A,B", callback=_names, help="Work on these queues only.")
+@click.option("-c", "--concurrency", type=click.IntRange(1, 1_000), metavar="N", help="Jobs at the same time.")
+@click.option(
+    "-n", "--hostname", metavar="NAME", callback=_expanded, help="This worker's name; %h, %n, %d as in celery."
+)
+@click.option("-l", "--loglevel", type=click.Choice(LEVELS, case_sensitive=False), default="info", show_default=True)
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("-P", "--pool", default="threads", metavar="threads", callback=_threads, help="Where jobs run: threads.")
+@click.option(
+    "--lease",
+    type=click.FloatRange(0.1, 7_200),
+    callback=_number,
+    metavar="SECONDS",
+    help="How long a claim holds unrenewed.",
+)
+@click.option("--once", is_flag=True, help="Stop when nothing is due.")
+@click.option("--max-jobs", type=click.IntRange(1), metavar="N", help="Stop after so many jobs.")
+@click.option(
+    "--shutdown", type=click.FloatRange(0, 3_600), callback=_number, default=30.0, show_default=True, metavar="SECONDS",
+    help="After SIGTERM, wait so long for running jobs.",
+)  # fmt: skip
+@traceback_option
+def worker(
+    app: str | None, queues: tuple[str, ...] | None, concurrency: int | None, hostname: str | None, loglevel: str,
+    log_format: str, pool: str, lease: float | None, once: bool, max_jobs: int | None, shutdown: float,
+) -> int:  # fmt: skip
+    """Run jobs. -A names the module whose import declares them all.
+
+    SIGTERM and Ctrl-C stop it: running jobs may end, waiting ones stay in the database.
+
+    \b
+    dbqueue worker -A shop.jobs
+    dbqueue worker -A shop.jobs:queue -Q mail,default -c 8 -n mail@%h -l warning
+    """
+    app = click.get_current_context().find_root().params.get("app") if app is None else app
+    if app is None:
+        raise click.UsageError("a worker needs -A: the module that declares its jobs")
+    from dbqueue.runtime.worker import WorkerOptions, run_worker  # the other commands need none of it
+
+    options = WorkerOptions(
+        queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown
+    )
+    with Asked(app, None, False).opened() as queue:
+        set_up_logging(loglevel, log_format)
+        return run_worker(queue, options)
+
+
+# -- logging -----------------------------------------------------------------------------------------------------------
+
+
+def set_up_logging(level: str, log_format: str) -> None:
+    """To stderr, unless the application has set up its own: then only the level of dbqueue's logger is ours."""
+    number = logging.CRITICAL if level == "fatal" else getattr(logging, level.upper())
+    logging.getLogger("dbqueue").setLevel(number)
+    root = logging.getLogger()
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+        root.addHandler(handler)
+        root.setLevel(number)
+
+
+def _time(record: logging.LogRecord) -> str:
+    return iso(datetime.fromtimestamp(record.created, timezone.utc))
+
+
+class TextLines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        return _time(record)
+
+
+_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: time, level, logger, message, what ``extra`` brought, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+        line |= {
+            "time": _time(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

@@ -1,0 +1,204 @@
+"""The claims that a worker holds: from the claim until the database has agreed to its end, or says that somebody else has it.
+
+No statement is sent here. The loop asks what to settle and to renew, and tells what the database answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dbqueue import events, ids
+from dbqueue.database.tables import ClaimedRow, Fact, Settlement
+from dbqueue.retry import Backoff
+from dbqueue.runtime.context import JobContext
+from dbqueue.runtime.running import NEVER, Key, Running, decide, failed, released
+from dbqueue.runtime.slots import ThreadSlots, Work
+from dbqueue.states import Kind, State
+from dbqueue.targets import Target
+
+TIMEOUT_GRACE = 2.0
+"""Seconds at most that a job gets between its cancel flag and the settling of its timeout."""
+BUSY_FIRST, BUSY_MOST = 0.002, 0.1
+"""Seconds until a settle that answered busy is asked again."""
+
+
+class Claims:
+    """``lease`` is in microseconds, instants are of time.monotonic()."""
+
+    def __init__(self, slots: ThreadSlots, lease: int, backoff: Backoff) -> None:
+        self._slots, self._lease, self._backoff = slots, lease, backoff
+        self._running: dict[Key, Running] = {}
+        self._unsettled: dict[Key, Running] = {}
+        self._given_up: set[bytes] = set()
+        self.done = self.released = 0
+        self.next_retry = NEVER
+        """When the soonest retry settled since the last look is due: our own commit wakes nobody."""
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __contains__(self, running: Running) -> bool:
+        return running.key in self._running
+
+    def ids(self) -> list[bytes]:
+        """Jobs whose rows may rightly say that this worker has them."""
+        return [*(running.row.id for running in self._running.values()), *self._given_up]
+
+    def next_at(self, *, connected: bool) -> float:
+        """When something is to be done about one of them; without a connection only timeouts are watched."""
+        return min((r.next_at if connected else r.watch_at for r in self._running.values()), default=NEVER)
+
+    def to_settle(self, now: float) -> list[Running]:
+        return [running for running in self._unsettled.values() if running.settle_at <= now]
+
+    def to_renew(self, now: float) -> list[Running]:
+        return [running for running in self._running.values() if running.renew_at <= now and not running.lost]
+
+    def add(self, row: ClaimedRow, target: Target[object] | None, sent: float) -> Running:
+        """``sent`` is before the database wrote the lease, so our idea of it ends early; the timeout counts from now."""
+        context = JobContext(ids.as_uuid(row.id), row.target, row.attempt, row.max_attempts)
+        now, timeout = time.monotonic(), row.timeout_ms
+        deadline = now + timeout / 1000 if isinstance(timeout, int) else NEVER
+        running = Running(Work(row, target, context), now, deadline)
+        running.renewed(sent, self._lease)
+        self._running[running.key] = running
+        return running
+
+    def end(self, running: Running, settlement: Settlement, duration: float = 0.0) -> None:
+        """Notes the outcome; it is written with the next turn, and the claim is renewed until then."""
+        running.settle(settlement, duration)
+        self._unsettled[running.key] = running
+
+    # -- what handlers did -------------------------------------------------------------------------------------------
+
+    def collect(self, *, stopping: bool) -> None:
+        """Takes the outcomes of slots that ended. ``stopping``: the flags were set because the worker must end."""
+        for outcome in self._slots.collect():
+            running = self._running.get((outcome.work.row.id, outcome.work.row.token))
+            if running is None or running.settlement is not None:
+                continue
+            if running.lost:
+                self._forget_lost(running)
+            else:
+                self.end(running, decide(running, outcome, self._backoff, stopping=stopping), outcome.duration)
+
+    def watch(self) -> bool:
+        """At its timeout a job's flag is set; after a grace it is settled without its thread, and the slot abandoned. The flag is set,
+        too, when the claim cannot have been renewed in time: somebody else may run the job by now. Returns whether half of the
+        slots are abandoned."""
+        now, abandoned = time.monotonic(), False
+        for running in list(self._running.values()):
+            if running.settlement is not None:
+                continue
+            if not running.timed_out and now >= running.deadline:
+                self._flag(running, now)
+            elif not running.expired and now >= running.lease_end:
+                running.expired = True
+                running.work.context.cancel()
+            elif running.timed_out and now >= running.give_up_at:
+                self._slots.abandon(running.work)
+                abandoned = True
+                job, target = running.work.context.id, running.row.target
+                events.emit(events.SlotAbandoned(job, target, self._slots.abandoned, self._limit))
+                self._end_without_handler(running, now)
+        return abandoned and self._slots.abandoned >= self._limit
+
+    @property
+    def _limit(self) -> int:
+        return max(1, self._slots.size // 2)
+
+    def _flag(self, running: Running, now: float) -> None:
+        running.timed_out = True
+        running.give_up_at = now + min(TIMEOUT_GRACE, self._lease / 4e6)
+        running.work.context.cancel()
+        row = running.row
+        events.emit(events.JobTimedOut(running.work.context.id, row.target, row.attempt, (row.timeout_ms or 0) / 1000))
+
+    def _end_without_handler(self, running: Running, now: float) -> None:
+        if running.lost:
+            self._forget_lost(running)
+            return
+        row, target = running.row, running.work.target
+        settlement = failed(row, target, self._backoff, Kind.TIMEOUT) if running.timed_out else released(row)
+        self.end(running, settlement, now - running.started_at)
+
+    # -- what the database answered ----------------------------------------------------------------------------------
+
+    def settled(self, settling: Sequence[Running], facts: Sequence[Fact]) -> None:
+        now = time.monotonic()
+        for running, fact in zip(settling, facts, strict=True):
+            if fact is Fact.BUSY:  # a claimant's short transaction, as a rule; or an operator's long one
+                running.settle_pause = min(max(BUSY_FIRST, running.settle_pause * 2), BUSY_MOST)
+                running.settle_at = now + running.settle_pause
+                continue
+            settlement, ended = running.settlement, running.ended
+            if fact is Fact.LOST or settlement is None or ended is None:
+                self._forget_lost(running)
+                continue
+            self._forget(running)
+            self.done += 1
+            self.released += settlement.kind is Kind.RELEASED
+            if settlement.state is State.PENDING and settlement.delay:
+                self.next_retry = min(self.next_retry, now + settlement.delay / 1e6)
+            events.emit(ended)
+
+    def renewed(self, renewing: Sequence[Running], facts: Sequence[Fact], sent: float) -> None:
+        for running, fact in zip(renewing, facts, strict=True):
+            if running not in self:
+                continue  # settled in this very turn
+            if fact is Fact.RENEWED:
+                running.renewed(sent, self._lease)
+            elif fact is Fact.BUSY:
+                running.renew_at = sent + min(0.05, self._lease / 2e7)
+            else:
+                self._lose(running)
+
+    def refused(self, running: Running) -> None:
+        """The database will not write this outcome: once more without its summary, then its lease decides."""
+        if running.settlement is not None and running.settlement.summary is not None:
+            running.settlement = replace(running.settlement, summary=None)
+        else:
+            self._given_up.add(running.row.id)
+            self._lose(running)
+
+    def not_renewed(self, running: Running, now: float) -> None:
+        """Refused, too: again in a moment."""
+        running.renew_at = now + self._lease / 1e7
+
+    def _lose(self, running: Running) -> None:
+        """Ours no more: tell the handler, and drop what it returns."""
+        running.lost = True
+        running.work.context.cancel()
+        if running.settlement is not None:
+            self._forget_lost(running)
+
+    def _forget_lost(self, running: Running) -> None:
+        self._forget(running)
+        events.emit(events.ClaimLost(running.work.context.id, running.row.target, running.row.attempt))
+
+    def _forget(self, running: Running) -> None:
+        self._running.pop(running.key, None)
+        self._unsettled.pop(running.key, None)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        for running in self._running.values():
+            running.work.context.cancel()
+
+    def hand_back(self) -> None:
+        """What still runs is settled without its handler: released, or failed where its timeout had passed."""
+        now = time.monotonic()
+        for running in list(self._running.values()):
+            if running.settlement is None:
+                self._slots.abandon(running.work)
+                self._end_without_handler(running, now)
+
+    def leave(self) -> int:
+        """What could not be settled stays with its lease. Returns how many."""
+        left = len(self._running)
+        self._running.clear()
+        self._unsettled.clear()
+        return left

@@ -1,0 +1,130 @@
+"""A claim that a worker holds, and what the outcome of its run means for the job's row: policy, without a database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbqueue import clock
+from dbqueue.database.tables import ClaimedRow, Held, Settlement
+from dbqueue.events import JobEnded
+from dbqueue.retry import Backoff
+from dbqueue.runtime.slots import Outcome, Work
+from dbqueue.settings import POLICY
+from dbqueue.states import Kind, State
+from dbqueue.targets import Target
+
+NEVER = float("inf")
+
+Key = tuple[bytes, bytes]
+"""A job's id and the claim's token. The id alone would not do: a worker that lost a claim may claim the same job again while the
+first handler still runs."""
+
+
+@dataclass(eq=False)
+class Running:
+    """A claim that a slot works on, or whose outcome is not settled yet. Instants are of time.monotonic()."""
+
+    work: Work
+    started_at: float
+    deadline: float
+    """When its timeout passes."""
+    renew_at: float = 0.0
+    lease_end: float = 0.0
+    """When the lease has ended for certain, unless it was renewed."""
+    give_up_at: float = NEVER
+    """When its slot is abandoned, once the timeout has passed."""
+    timed_out: bool = False
+    expired: bool = False
+    """Its lease must have ended while the database could not be asked. What it says counts: the claim may be ours after all."""
+    lost: bool = False
+    settlement: Settlement | None = None
+    ended: JobEnded | None = None
+    settle_at: float = 0.0
+    """Not before this: its row was locked by somebody else a moment ago."""
+    settle_pause: float = 0.0
+
+    @property
+    def row(self) -> ClaimedRow:
+        return self.work.row
+
+    @property
+    def key(self) -> Key:
+        return self.work.row.id, self.work.row.token
+
+    @property
+    def held(self) -> Held:
+        return Held(*self.key)
+
+    @property
+    def watch_at(self) -> float:
+        """When its timeout and lease have to be looked at again."""
+        if self.settlement:
+            return NEVER
+        return min(self.give_up_at if self.timed_out else self.deadline, NEVER if self.expired else self.lease_end)
+
+    @property
+    def next_at(self) -> float:
+        """When the loop has to do something about it."""
+        renew_at = NEVER if self.lost else self.renew_at
+        return min(renew_at, self.settle_at if self.settlement else self.watch_at)
+
+    def renewed(self, sent: float, lease: int) -> None:
+        """``sent`` is before the database wrote it, so our idea of the lease ends early."""
+        self.renew_at, self.lease_end = sent + lease / 3e6, sent + lease / 1e6
+
+    def settle(self, settlement: Settlement, duration: float) -> None:
+        """Notes the outcome; it is written with the next turn, and the claim is renewed until then."""
+        row, again = self.row, settlement.state is State.PENDING and not settlement.refund
+        self.settlement = settlement
+        self.ended = JobEnded(
+            self.work.context.id, row.target, row.queue, row.attempt, settlement.state.label,
+            None if settlement.kind is None else settlement.kind.value, settlement.summary, duration,
+            settlement.delay / clock.SECOND if again else None,
+        )  # fmt: skip
+
+
+def obstacle(row: ClaimedRow, target: Target[object] | None, longest: float) -> Kind | None:
+    """Why a job must not run (D9); it is then kept, blocked, and its attempt given back. ``longest``: microseconds that its timeout
+    must stay below (D18)."""
+    if target is None:
+        return Kind.UNKNOWN_TARGET
+    if row.fingerprint != target.schema.fingerprint:
+        return Kind.SCHEMA_MISMATCH
+    timeout = row.timeout_ms
+    if not isinstance(timeout, int) or not 0 < timeout <= POLICY["timeout"].high or timeout * 1_000 >= longest:
+        return Kind.INVALID_POLICY
+    return None
+
+
+def blocked(row: ClaimedRow, kind: Kind, summary: str | None = None) -> Settlement:
+    return Settlement(row.id, row.token, State.BLOCKED, row.queue, kind, summary, refund=True)
+
+
+def released(row: ClaimedRow) -> Settlement:
+    return Settlement(row.id, row.token, State.PENDING, row.queue, Kind.RELEASED, refund=True)
+
+
+def failed(
+    row: ClaimedRow, target: Target[object] | None, default: Backoff, kind: Kind, summary: str | None = None, delay: int | None = None
+) -> Settlement:  # fmt: skip
+    """Pending again after ``delay`` microseconds (None: as the target says), or dead with the last attempt."""
+    if row.attempt >= row.max_attempts:
+        return Settlement(row.id, row.token, State.DEAD, row.queue, kind, summary)
+    policy = (target.policy.retry if target else None) or default
+    wait = policy.delay_us(row.attempt) if delay is None else delay
+    return Settlement(row.id, row.token, State.PENDING, row.queue, kind, summary, wait)
+
+
+def decide(running: Running, outcome: Outcome, default: Backoff, *, stopping: bool) -> Settlement:
+    """``stopping``: the cancel flags were set because the worker must end."""
+    row, target, state = running.row, running.work.target, outcome.state
+    if state is State.BLOCKED:
+        return blocked(row, outcome.kind or Kind.CORRUPT_PAYLOAD, outcome.summary)
+    if running.timed_out and state in (State.SUCCEEDED, State.PENDING):
+        # Whatever it returned: a limit that holds only for some jobs is none, and process slots kill at it.
+        return failed(row, target, default, Kind.TIMEOUT)
+    if (stopping or running.expired) and running.work.context.noticed and state in (State.SUCCEEDED, State.PENDING):
+        return released(row)  # it stopped half-way because we asked it to
+    if state is State.PENDING:
+        return failed(row, target, default, outcome.kind or Kind.FAILED, outcome.summary, outcome.delay)
+    return Settlement(row.id, row.token, state, row.queue, outcome.kind, outcome.summary)

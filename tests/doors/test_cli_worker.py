@@ -1,0 +1,185 @@
+"""`dbqueue worker`: what its options say to the worker, and what becomes of its log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbqueue import DBQueue
+from dbqueue.runtime import worker as runtime
+from dbqueue.runtime.worker import WorkerOptions
+from tests.doors.conftest import Answer, Run
+
+APP = """
+from dbqueue import DBQueue
+queue = DBQueue("{url}")
+
+@queue.job(max_attempts=1, timeout=5)
+def hello() -> None:
+    print("hello from a job", flush=True)
+
+@queue.job(max_attempts=1, timeout=5)
+def broken() -> None:
+    raise ValueError("p4ssw0rd")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _levels() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("dbqueue")
+    level = root.level
+    yield
+    root.level, ours.level = level, logging.NOTSET
+
+
+@pytest.fixture
+def bare(cli: Run) -> Run:
+    """Runs a command in a process whose root logger has no handler yet: pytest's own are taken away for that long."""
+    root = logging.getLogger()
+
+    def run(*args: object, stdin: str = "") -> Answer:
+        before, root.handlers[:] = root.handlers[:], []
+        try:
+            return cli(*args, stdin=stdin)
+        finally:
+            root.handlers[:] = before
+
+    return run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[WorkerOptions]:
+    """The options that would be run; nothing is."""
+    Path("shop.py").write_text(APP.format(url="sqlite:///a.db"))
+    seen: list[WorkerOptions] = []
+
+    def run_worker(queue: DBQueue, options: WorkerOptions) -> int:
+        assert set(queue.targets) == {"shop.hello", "shop.broken"}
+        seen.append(options)
+        return 75
+
+    monkeypatch.setattr(runtime, "run_worker", run_worker)
+    return seen
+
+
+def test_defaults(cli: Run, started: list[WorkerOptions]) -> None:
+    assert cli("worker", "-A", "shop") == (75, "", "")
+    assert cli("-A", "shop:queue", "worker").code == 75
+    assert started == [WorkerOptions(None, None, None, None, False, None, 30.0)] * 2
+    assert logging.getLogger("dbqueue").level == logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["-Q", "mail, default,mail"], "queues", ("mail", "default")),
+        (["--queues=mail"], "queues", ("mail",)),
+        (["-c", "8"], "slots", 8),
+        (["--concurrency=1"], "slots", 1),
+        (["--lease", "2.5"], "lease", 2.5),
+        (["-n", "mail"], "name", "mail"),
+        (["--hostname", "w%%@%h.%n.%d"], "name", "w%@box.example.org.box.example.org"),
+        (["--once"], "once", True),
+        (["--max-jobs", "9"], "max_jobs", 9),
+        (["--shutdown", "0"], "shutdown", 0),
+        (["-P", "threads"], "slots", None),
+        (["--pool=threads"], "slots", None),
+    ],
+)
+def test_options(
+    cli: Run, started: list[WorkerOptions], words: list[str], field: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "box.example.org")
+    assert cli("worker", "-A", "shop", *words).code == 75
+    assert getattr(started[0], field) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-P", "prefork"], "'-P' / '--pool': this worker runs jobs in threads"),
+        (["-P", "gevent"], "leave -P out"),
+        (["-Q", ""], "queue name"),
+        (["-Q", "a,,b"], "queue name"),
+        (["-Q", "dbqueue.x"], "keeps for itself"),
+        (["-c", "0"], "--concurrency"),
+        (["-c", "many"], "--concurrency"),
+        (["--lease", "0"], "--lease"),
+        (["--lease", "nan"], "--lease"),
+        (["-n", "%x"], "%h (host)"),
+        (["-n", "50%"], "%h (host)"),
+        (["-n", ""], "worker name"),
+        (["-l", "loud"], "--loglevel"),
+        (["--max-jobs", "0"], "--max-jobs"),
+        (["--shutdown", "-1"], "--shutdown"),
+        (["--autoscale", "1,2"], "--autoscale"),
+    ],
+)
+def test_wrong_options(cli: Run, started: list[WorkerOptions], words: list[str], told: str) -> None:
+    code, out, err = cli("worker", "-A", "shop", *words)
+    assert (code, out, started) == (2, "", [])
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_worker_needs_an_app(cli: Run) -> None:
+    code, _, err = cli("worker")
+    assert code == 2
+    assert "a worker needs -A" in err
+
+
+@pytest.mark.parametrize("level", ["debug", "WARNING", "Fatal"])
+def test_levels(cli: Run, started: list[WorkerOptions], level: str) -> None:
+    cli("worker", "-A", "shop", "-l", level)
+    assert logging.getLogger("dbqueue").level == getattr(logging, level.upper())
+
+
+def test_an_application_that_logs_already_keeps_its_handlers(cli: Run, started: list[WorkerOptions]) -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    assert handlers, "pytest's own"
+    cli("worker", "-A", "shop", "-l", "debug")
+    assert (root.handlers, root.level) == (handlers, level)
+    assert logging.getLogger("dbqueue").level == logging.DEBUG
+
+
+def test_json_log_lines(bare: Run, started: list[WorkerOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_worker(*_: Any) -> int:
+        try:
+            raise ValueError("x")
+        except ValueError:
+            logging.getLogger("dbqueue.jobs").exception("job %s\nfailed", 7, extra={"worker": "w"})
+        return 0
+
+    monkeypatch.setattr(runtime, "run_worker", run_worker)
+    code, out, err = bare("worker", "-A", "shop", "--log-format", "json")
+    line = json.loads(err)
+    assert (code, out) == (0, "")
+    assert line.pop("time").endswith("Z")
+    assert line.pop("exception").endswith("ValueError: x")
+    assert line == {"level": "ERROR", "logger": "dbqueue.jobs", "message": "job 7\nfailed", "worker": "w"}
+
+
+def test_a_worker_process_runs_what_is_due(process: Run, database_url: str, queue: DBQueue) -> None:
+    Path("shop.py").write_text(APP.format(url=database_url))
+    run = DBQueue(database_url)
+
+    @run.job(max_attempts=1, timeout=5, name="shop.hello")
+    def hello() -> None: ...
+
+    job_id = hello.enqueue().id
+    code, out, err = process("worker", "-A", "shop", "--once", "-c", "1", "-n", "w@%h")
+    assert (code, out) == (0, "hello from a job\n"), err
+    record = queue.get_job(job_id)
+    assert record is not None
+    assert record.state == "succeeded"
+    assert record.worker is not None
+    assert record.worker.startswith(f"w@{socket.gethostname()}")
+    assert "Z INFO dbqueue: worker w@" in err
+    run.close()
