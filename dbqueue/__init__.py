@@ -1,8 +1,8 @@
 """dbqueue: durable jobs in the database that you already have (distribution ``celery-dbqueue``).
 
-The public names are those of ``dbqueue.public``. They are loaded when the first of them is asked for: pytest loads our plugin, and
-kombu our transport's names, in programs that may never use a queue, and SQLAlchemy alone takes half a second.
-"""
+The public names are those of ``dbqueue.public``. They are loaded when the first of them is asked for: pytest loads our
+plugin, and kombu our transport's names, in programs that may never use a queue, and SQLAlchemy alone takes half a
+second."""
 
 import importlib
 import importlib.util

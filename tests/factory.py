@@ -7,7 +7,8 @@ changed at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from dbqueue import ids
 from dbqueue.clock import SECOND
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
+from dbqueue.errors import ConnectionLost
 from dbqueue.database.tables import FINISHED_COLUMNS, JOB_COLUMNS, ClaimRequest, Held, NewJob, Settlement, Turn
 from dbqueue.states import Kind, OnCrash, State
 
@@ -160,6 +162,26 @@ def claim_turn(
     return Turn(lease=lease, claim=ClaimRequest(queues, limit, worker, token or ids.new_token(), lease))
 
 
+def run_together(calls: Sequence[Callable[[], object]]) -> None:
+    """Each call in a thread of its own, all from one instant on; the first error of any is raised."""
+    start, errors = threading.Barrier(len(calls)), []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            start.wait()
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 @contextmanager
 def opened(url: str, **options: Any) -> Iterator[Database]:
     """A migrated database."""
@@ -172,10 +194,42 @@ def opened(url: str, **options: Any) -> Iterator[Database]:
 
 
 @pytest.fixture
-def db(database_url: str) -> Iterator[Database]:
+def fresh_db(database_url: str) -> Iterator[Database]:
     """A migrated database of the test's own."""
     with opened(database_url) as database:
         yield database
+
+
+@pytest.fixture(scope="session")
+def kept_databases() -> Iterator[dict[str, Database]]:
+    kept: dict[str, Database] = {}
+    yield kept
+    for database in kept.values():
+        database.close()
+
+
+@pytest.fixture
+def db(
+    database: str,
+    kept_databases: dict[str, Database],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Database:
+    """A migrated database with empty tables. All tests of a session share one of each kind: they are many, and a fresh
+    one takes longer than most of them."""
+    url = f"sqlite:///{tmp_path_factory.getbasetemp() / 'kept.db'}"
+    if database != "sqlite":
+        server = request.getfixturevalue("postgres")  # running again, if a test stopped it
+        url = server.dsn(server.create_database()) if database not in kept_databases else ""
+    if database not in kept_databases:
+        kept_databases[database] = Database(url)
+        kept_databases[database].ready()
+    kept = kept_databases[database]
+    try:
+        clear(kept)
+    except ConnectionLost:
+        clear(kept)
+    return kept
 
 
 @pytest.fixture

@@ -20,6 +20,11 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a name that the terminal's encoding lacks must not end a listing
             stream.reconfigure(errors="backslashreplace")
+    if sys.argv[1:2] == ["health"]:
+        from dbqueue.cli.health import quick
+
+        if (code := quick(sys.argv[2:])) is not None:
+            sys.exit(code)
     try:
         check_distribution()
     except ForeignDistribution as error:

@@ -14,6 +14,8 @@ import click
 from dbqueue import __version__
 from dbqueue.cli import output
 from dbqueue.cli.apps import ImportFailed, users_traceback
+from dbqueue.cli.doctor import doctor
+from dbqueue.cli.health import health
 from dbqueue.cli.jobs import jobs
 from dbqueue.cli.migrate import migrate
 from dbqueue.cli.options import app_option, traceback_option
@@ -136,5 +138,5 @@ def program(app: str | None) -> None:
     """
 
 
-for command in (worker, migrate, jobs, queues):
+for command in (worker, health, migrate, jobs, queues, doctor):
     program.add_command(command)

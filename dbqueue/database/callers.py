@@ -246,17 +246,30 @@ def _reach(connection: Any) -> CallerSession:
         return CallerSession(connection, partial(sqlite3.Cursor, connection))
     psycopg, psycopg2 = sys.modules.get("psycopg"), sys.modules.get("psycopg2.extensions")
     if psycopg is not None and isinstance(connection, psycopg.Connection):
-        _check_status(int(connection.info.transaction_status), connection.autocommit, connection.closed)
-        tuples = sys.modules["psycopg.rows"].tuple_row
-        return CallerSession(
-            connection, lambda: psycopg.Cursor(connection, row_factory=tuples), partial(_execute_psycopg, connection)
-        )
+        status = int(connection.info.transaction_status)
+        _check_status(status, connection.autocommit, connection.closed)
+        if status == 1 and not connection.info.pipeline_status:  # it would wait for this very thread to read on
+            raise EnqueueFailed("the connection given to using(...) is busy with rows that are not read yet (stream or COPY)")
+        return CallerSession(connection, partial(_psycopg_cursor, connection), partial(_execute_psycopg, connection))
     if psycopg2 is not None and isinstance(connection, psycopg2.connection):
         _check_status(connection.info.transaction_status, connection.autocommit, bool(connection.closed))
         return CallerSession(connection, lambda: connection.cursor(cursor_factory=psycopg2.cursor))
     raise NotSupported(
         f"using(...) cannot join the driver of {type(connection).__module__}; use psycopg, psycopg2 or sqlite3"
     )
+
+
+def _psycopg_cursor(connection: Any) -> Any:
+    from psycopg import Cursor
+    from psycopg.rows import tuple_row
+    from psycopg.types.array import ListBinaryDumper
+    from psycopg.types.string import BytesBinaryDumper
+
+    cursor = Cursor(connection, row_factory=tuple_row)
+    # As text it would be escaped once too often where the caller switched standard_conforming_strings off.
+    cursor.adapters.register_dumper(bytes, BytesBinaryDumper)
+    cursor.adapters.register_dumper(list, ListBinaryDumper)
+    return cursor
 
 
 def _execute_psycopg(connection: Any, cursor: Any, statement: str, params: Any) -> None:
@@ -311,7 +324,7 @@ def _check_file(database: Database, session: CallerSession) -> None:
     own = os.path.realpath(database.url.database or "")
     path = next((row[2] for row in session.execute("PRAGMA database_list") if row[1] in ("main", b"main")), "")
     try:
-        same = bool(path) and os.path.samefile(os.fsdecode(path), own)
+        same = bool(path) and os.path.samefile(path if isinstance(path, str) else bytes(path), own)
     except OSError:
         same = False
     if not same:

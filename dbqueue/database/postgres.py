@@ -15,10 +15,10 @@ parameter there the generic plan looks dear and each execution is planned anew. 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import sqlalchemy
 from sqlalchemy.dialects.postgresql import psycopg as sqlalchemy_psycopg
@@ -45,6 +45,8 @@ from dbqueue.database.tables import (
 from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, DatabaseError, KeyTaken, QueueError, SchemaMissing
 from dbqueue.ids import ZERO, as_bytes
 from dbqueue.states import State, allowed
+
+T = TypeVar("T")
 
 NOW = f"({POSTGRES_NOW} + %(offset)s::bigint)"
 
@@ -91,12 +93,14 @@ ins AS (INSERT INTO {{jobs}} ({_NEW_COLUMNS})
     CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
     %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint, t.now, t.now
   FROM asked a, t ORDER BY a.key, a.n
-  ON CONFLICT DO NOTHING RETURNING id, key)
-SELECT a.n, COALESCE(i.id, o.id, s.id, j.id) AS id, i.id IS NULL AND o.id IS NULL AS duplicate
-FROM asked a LEFT JOIN ins i ON i.id = a.id LEFT JOIN ins s ON i.id IS NULL AND s.key = a.key
-LEFT JOIN {{jobs}} o ON i.id IS NULL AND o.id = a.id
-LEFT JOIN {{jobs}} j ON i.id IS NULL AND s.id IS NULL AND j.target = %(target)s::text AND j.key = a.key AND j.key IS NOT NULL
-  AND j.state IN (0, 1, 3)
+  ON CONFLICT DO NOTHING RETURNING id, key),
+missing AS MATERIALIZED (SELECT count(*) < cardinality(%(ids)s::uuid[]) AS any_left FROM ins),
+own AS MATERIALIZED (SELECT id FROM {{jobs}} WHERE (SELECT any_left FROM missing) AND id = ANY(%(ids)s::uuid[])),
+holders AS MATERIALIZED (SELECT id, key FROM {{jobs}} WHERE (SELECT any_left FROM missing) AND target = %(target)s::text
+  AND key = ANY(%(keys)s::text[]) AND key IS NOT NULL AND state IN (0, 1, 3))
+SELECT a.n, COALESCE(i.id, o.id, s.id, h.id) AS id, i.id IS NULL AND o.id IS NULL AS duplicate
+FROM asked a LEFT JOIN ins i ON i.id = a.id LEFT JOIN own o ON i.id IS NULL AND o.id = a.id
+LEFT JOIN ins s ON i.id IS NULL AND s.key = a.key LEFT JOIN holders h ON i.id IS NULL AND h.key = a.key
 ORDER BY a.n
 """
 
@@ -227,9 +231,11 @@ FROM asked a LEFT JOIN owned o ON o.id = a.id AND o.token = a.token
 LEFT JOIN renewed r ON r.id = o.id LEFT JOIN locked l ON l.id = a.id LEFT JOIN still s ON s.id = a.id
 """
 
+# The order keeps the planner to the claim index: LIMIT 1 alone lets it read the table for a queue that holds nothing.
 PROBE = """
 SELECT EXISTS (SELECT 1 FROM unnest(%(queues)s::text[]) q(queue)
-  CROSS JOIN LATERAL (SELECT 1 FROM {jobs} j WHERE j.queue = q.queue AND j.ready_at IS NOT NULL LIMIT 1) one)
+  CROSS JOIN LATERAL (SELECT 1 FROM {jobs} j WHERE j.queue = q.queue AND j.ready_at IS NOT NULL
+    ORDER BY j.priority, j.ready_at, j.id LIMIT 1) one)
 """
 
 # After a lost connection: rows that were claimed for this worker in a transaction whose answer never arrived.
@@ -350,6 +356,7 @@ class Marks:
         self.lease = 0
         self._next: dict[str, float] = {}
         self._cost: dict[str, float] = {}
+        self._last: dict[str, float] = {}
 
     def saw(self, now: int) -> None:
         if now < self.now:
@@ -366,9 +373,12 @@ class Marks:
         return self._cost.get(probe, 0.0) <= self.CHEAP or self.sweep_due(probe)
 
     def swept(self, probe: str, began: float) -> None:
+        """The cheaper of the last two sweeps counts: one that was planned anew, or met a busy moment, would forbid them for seconds."""
         now = time.monotonic()
-        self._cost[probe] = now - began
-        self._next[probe] = now + max(self.SHORTEST, self.SHARE * (now - began))
+        cost = now - began
+        counts = min(cost, self._last.get(probe, 0.0))
+        self._last[probe], self._cost[probe] = cost, counts
+        self._next[probe] = now + max(self.SHORTEST, self.SHARE * counts)
 
     def claimed(self, queue: str, priority: int, ready_at: int, job_id: bytes) -> None:
         newest = self.now - self.LAG
@@ -451,8 +461,11 @@ class Postgres:
 
         options: dict[str, Any] = dict((url or self.url).translate_connect_args(username="user", database="dbname"))
         options.update((url or self.url).query)
+        if options.pop("pgbouncer", "false") == "true":  # in transaction mode, before 1.21: statements are prepared elsewhere
+            options["prepare_threshold"] = None
         options.setdefault("connect_timeout", 10)
         options.setdefault("application_name", "dbqueue")
+        options.setdefault("client_encoding", "utf8")  # of a database in SQL_ASCII, texts would arrive as bytes
         # A peer that vanished without a word is noticed in about half a minute instead of the kernel's two hours.
         for name, value in (
             ("keepalives_idle", 10), ("keepalives_interval", 5), ("keepalives_count", 3), ("tcp_user_timeout", 25_000),
@@ -599,9 +612,15 @@ class Postgres:
                 if cursor.rowcount == len(turn.settlements):
                     result.settled = [Fact.DONE] * len(turn.settlements)
                 else:
-                    result.settled = self.settle(session, turn.settlements)
+                    result.settled = self._after_commit(
+                        lambda: self.settle(session, turn.settlements), [Fact.BUSY] * len(turn.settlements)
+                    )
             elif what == "settle":
-                result.settled = self._facts(session, turn.settlements, cursor.fetchall())
+                rows = cursor.fetchall()
+                result.settled = self._after_commit(
+                    lambda rows=rows: self._facts(session, turn.settlements, rows),  # type: ignore[misc]
+                    _in_order(turn.settlements, rows),
+                )
             elif what == "renew":
                 result.renewed = _in_order(turn.renewals, cursor.fetchall())
             elif what in ("sweep", "marked"):
@@ -619,8 +638,21 @@ class Postgres:
         go to sleep on what other lanes hold."""
         began = time.monotonic()
         _, text, params = self._sweep_step(replace(claim, limit=claim.limit - len(result.claimed)))
-        self._claimed(session.marks, claim, session.execute(text, params), result)
-        session.marks.swept("claim", began)
+        nothing: list[Row] = []
+        rows = self._after_commit(lambda: session.execute(text, params), nothing)
+        if rows:
+            self._claimed(session.marks, claim, rows, result)
+            result.whole = True
+            session.marks.swept("claim", began)
+
+    def _after_commit(self, ask: Callable[[], T], otherwise: T) -> T:
+        """The turn is committed: what is asked after it may be refused, but must not hide what the turn claimed."""
+        try:
+            return ask()
+        except Exception as error:
+            if self.classify(error) in (None, ConnectionLost):
+                raise
+            return otherwise
 
     def _steps(self, session: PostgresSession, turn: Turn) -> list[tuple[str, str, dict[str, Any]]]:
         steps: list[tuple[str, str, dict[str, Any]]] = []

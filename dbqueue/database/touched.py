@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-SUSPICION = 0.1
+SUSPICION = 0.05
 """Seconds that a write of ours waits for the lock before it asks here: other writers have mostly gone by then."""
 
 _MOST = 64  # a thread with more transactions open at once is no longer looked after

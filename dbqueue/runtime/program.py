@@ -2,18 +2,18 @@
 
     sys.exit(Runtime(application=resources()).run(api=Server(), jobs=queue))
 
-The *mode* of the settings says which roots this process serves: ``api``, ``worker`` or ``all``; the other root is left alone. Everything
-that can be refused is refused before the *application* (a context manager: what both roots stand on) is entered.
+The *mode* of the settings says which roots this process serves: ``api``, ``worker`` or ``all``; the other root is left
+alone. Everything that can be refused is refused before the *application* (a context manager: what both roots stand on)
+is entered.
 
-Threads. Python runs signal handlers on the main thread, so nothing that blocks for long in C may live there. With jobs it runs the
-worker's loop, whose wait a signal ends; without jobs it conducts. The API serves on a thread of its own. The *conductor* waits until
-the program is to end and then goes through the order of D19; with jobs it is a thread too, so that the loop goes on renewing leases
-while the API drains. A signal handler only notes the signal and rings.
+Threads. Python runs signal handlers on the main thread, so nothing that blocks for long in C may live there. With jobs
+it runs the worker's loop, whose wait a signal ends; without jobs it conducts. The API serves on a thread of its own.
+The *conductor* waits until the program is to end and then goes through the order of D19; with jobs it is a thread too,
+so that the loop goes on renewing leases while the API drains. A signal handler only notes the signal and rings.
 
-What can fail, and what then happens: an API or a worker that ends by an exception is logged with its traceback, the other root is
-stopped in the same order, and the exit code is 1. The second signal cuts every wait short. A root that ignores that is left on its
-daemon thread, which ends with the process.
-"""
+What can fail, and what then happens: an API or a worker that ends by an exception is logged with its traceback, the
+other root is stopped in the same order, and the exit code is 1. The second signal cuts every wait short. A root that
+ignores that is left on its daemon thread, which ends with the process."""
 
 from __future__ import annotations
 
@@ -47,14 +47,15 @@ class Api(Protocol):
         """Listens, and returns when it was closed and has answered what it had accepted."""
 
     def close(self) -> None:
-        """Closes the listener and drains. It may be called as soon as ``serve`` was, and may return before or after it."""
+        """Closes the listener and drains. It may be called as soon as ``serve`` was, and may return before or after
+        it."""
 
 
 class Runtime:
     """Runs an API and jobs from one entry point, as the settings' mode says.
 
-    ``settings``: None reads dbqueue.toml and the environment, once, when ``run`` is called. ``application``: a context manager, entered
-    before a root starts and left after both have ended."""
+    ``settings``: None reads dbqueue.toml and the environment, once, when ``run`` is called. ``application``: a context
+    manager, entered before a root starts and left after both have ended."""
 
     def __init__(
         self, settings: config.Settings | None = None, *, application: AbstractContextManager[Any] | None = None
@@ -72,11 +73,13 @@ class Runtime:
         self._root_ended = False
 
     def run(self, *, api: Api | None = None, jobs: DBQueue | None = None) -> int:
-        """Serves until SIGTERM or SIGINT (on the main thread), ``stop``, or the end of a root; then ends as D19 says and closes the queue.
+        """Serves until SIGTERM or SIGINT (on the main thread), ``stop``, or the end of a root; then ends as D19 says
+        and closes the queue.
 
-        Returns the exit code: 0; 1 when a root or the application crashed, which is logged; 75 when too many jobs ignore their timeout.
-        In a mode whose root was not given nothing runs, and the code is 0. Raises ConfigError (settings, lease rule, driver) and, where
-        jobs are to run, ConnectionLost and DatabaseBusy, all before anything has started. A Runtime runs once."""
+        Returns the exit code: 0; 1 when a root or the application crashed, which is logged; 75 when too many jobs
+        ignore their timeout. In a mode whose root was not given nothing runs, and the code is 0. Raises ConfigError
+        (settings, lease rule, driver) and, where jobs are to run, ConnectionLost and DatabaseBusy, all before anything
+        has started. A Runtime runs once."""
         if api is None and jobs is None:
             raise InvalidArgument("Runtime.run() runs nothing: give it api=..., jobs=... or both")
         if self._wake is not None:
@@ -90,10 +93,13 @@ class Runtime:
                 self._run_application()
         finally:
             self._wake.close()
+            if self._worker is not None:
+                self._worker.wake.close()  # it may never have run
         return self._exit_code
 
     def stop(self, reason: str = "asked to stop") -> None:
-        """From any thread or a signal handler: ends the program in the order of D19. The second call hurries: what runs is cancelled."""
+        """From any thread or a signal handler: ends the program in the order of D19. The second call hurries: what runs
+        is cancelled."""
         self._stops.append(reason)
         self._ring()
 
@@ -120,21 +126,14 @@ class Runtime:
         return self._api is not None or self._worker is not None
 
     def _check_database(self, database: Database) -> None:
-        """The driver is there, and the database can do what it must. An API that only enqueues may start before its database."""
+        """The driver is there, and the database can do what it must. An API that only enqueues may start before its
+        database."""
         try:
             database.open_session().close()
         except (ConnectionLost, DatabaseBusy) as error:
-            if self._worker is None:
-                log.warning(
-                    "the jobs' database cannot be reached (%s); the API starts without it", type(error).__name__
-                )
-                return
-            self._worker.wake.close()
-            raise
-        except ConfigError:
             if self._worker is not None:
-                self._worker.wake.close()
-            raise
+                raise
+            log.warning("the jobs' database cannot be reached (%s); the API starts without it", type(error).__name__)
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -170,10 +169,10 @@ class Runtime:
         conducted = threading.Event()
 
         def conduct() -> None:
-            try:
+            with self._crash_of("the shutdown"):
                 self._conduct()
-            finally:
-                conducted.set()
+            worker.stop()  # changes nothing, unless that crashed
+            conducted.set()
 
         self._worker_running = True
         threading.Thread(target=conduct, name="dbqueue-conductor", daemon=True).start()
@@ -198,7 +197,8 @@ class Runtime:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def _conduct(self) -> None:
-        """Waits until the program is to end, and takes it down. Steps 6 to 8 are the main thread's, when this is done."""
+        """Waits until the program is to end, and takes it down. Steps 6 to 8 are the main thread's, when this is
+        done."""
         self._wait(lambda: bool(self._stops) or self._root_ended)
         until = time.monotonic() + self._shutdown
         reason = self._stops[0] if self._stops else "a root ended"
@@ -259,8 +259,8 @@ def _closed_last(jobs: DBQueue | None) -> Iterator[None]:
 
 
 def _check_agreement(jobs: DBQueue, stated: config.JobSettings) -> None:
-    """What the settings state is what the queue uses, or the queue's own code says otherwise; but about the database there cannot be two
-    opinions. A setting at its default counts as not stated."""
+    """What the settings state is what the queue uses, or the queue's own code says otherwise; but about the database
+    there cannot be two opinions. A setting at its default counts as not stated."""
     jobs.adopt(stated)
     used = jobs.settings
     for name, rule in config.TABLES["jobs"].items():
@@ -269,11 +269,12 @@ def _check_agreement(jobs: DBQueue, stated: config.JobSettings) -> None:
             continue
         if not rule.secret:
             raise ConfigError(
-                f"the settings say {name} = {config.describe(wanted)}, but the queue uses {config.describe(actual)}: DBQueue was made "
-                f"with a URL of its own, or used before Runtime.run(). Say it in one place: DBQueue({option}=...) or the settings."
+                f"the settings say {name} = {config.describe(wanted)}, but the queue uses {config.describe(actual)}: "
+                "DBQueue was made with a URL of its own, or used before Runtime.run(). "
+                f"Say it in one place: DBQueue({option}=...) or the settings."
             )
         if actual is None or parse_url(wanted) != parse_url(actual):
             raise ConfigError(
-                f"{name} in the settings is not the one that the queue uses: DBQueue was made with another, or used before "
-                f"Runtime.run(). Say it in one place: DBQueue() without a URL takes the settings'."
+                f"{name} in the settings is not the one that the queue uses: DBQueue was made with another, or used "
+                "before Runtime.run(). Say it in one place: DBQueue() without a URL takes the settings'."
             )

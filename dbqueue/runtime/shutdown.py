@@ -27,4 +27,5 @@ def stop_on_signals(stop: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # None: it was not set from Python, and Python cannot set it again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -75,6 +75,7 @@ class ThreadSlots:
                 if not self._threads:
                     raise
                 self.size = len(self._threads)
+                log.error("the system gives no more threads: %d slots from now on", self.size)
                 return False
             self._threads.append(thread)
         self.busy += 1
@@ -153,6 +154,10 @@ def execute(work: Work) -> Outcome:
 
 def _wish(delay: object) -> int | None:
     """Microseconds; None, and so the target's own backoff, for what is no number of seconds."""
-    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or math.isnan(delay):
+    if (
+        isinstance(delay, bool)
+        or not isinstance(delay, (int, float))
+        or (isinstance(delay, float) and math.isnan(delay))
+    ):
         return None
     return round(min(max(0.0, delay), MAX_DELAY) * clock.SECOND)

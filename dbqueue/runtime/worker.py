@@ -267,6 +267,7 @@ class Worker:
         if self.dialect.probes and not settling and session is not None:
             with self.database.errors():
                 if not self.dialect.probe(session, self.queues):
+                    self._went_well("turn")
                     self._nothing_found(now, whole=True)
                     return None
         # Several queues take turns: each claim begins with another one.
@@ -313,7 +314,6 @@ class Worker:
         elif self.slots.start(running.work):
             events.emit(events.JobStarted(running.work.context.id, row.target, row.queue, row.attempt))
         else:
-            log.error("worker %s: the system gives no more threads, %d slots from now on", self.name, self.slots.size)
             self.claims.end(running, released(row))
 
     # -- refusals ----------------------------------------------------------------------------------------------------
@@ -371,7 +371,8 @@ class Worker:
             self._drained = False
             self._trouble("upkeep", error)
         else:
-            self._went_well("upkeep")
+            if found is not None:
+                self._went_well("upkeep")
             if found:
                 self._backlog, self._drained = True, False
 

@@ -1,15 +1,16 @@
-"""The testing kit (D21): a case is a real database of its own, a clock that a test advances, and a drain of the jobs that are due.
+"""The testing kit (D21): a case is a real database of its own, a clock that a test advances, and a drain of the jobs
+that are due.
 
     with dbqueue.testing.case(queue) as case:
         send_receipt.enqueue(Receipt(7), delay=60)
         case.advance(60)
         assert case.drain().succeeded == 1
 
-Nothing is faked but what the test itself replaces: the database is SQLite in a temporary file, and jobs run through the production
-worker. No fixture is needed, but with pytest there is one: ``dbqueue_case(queue)``. See docs/testing.md.
+Nothing is faked but what the test itself replaces: the database is SQLite in a temporary file, and jobs run through the
+production worker. No fixture is needed, but with pytest there is one: ``dbqueue_case(queue)``. See docs/testing.md.
 
-Like ``dbqueue`` itself, this package loads what is asked for, and then: pytest imports its plugin in every program's tests.
-"""
+Like ``dbqueue`` itself, this package loads what is asked for, and then: pytest imports its plugin in every program's
+tests."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from dbqueue.testing.process import ProcessTrouble as ProcessTrouble
 else:
     _HOMES = {
-        "Case": "cases", "CaseFactory": "cases", "case": "cases", "Drained": "drain", "Ended": "drain", "NotDrained": "drain",
+        "Case": "cases", "CaseFactory": "cases", "case": "cases",
+        "Drained": "drain", "Ended": "drain", "NotDrained": "drain",
         "Process": "process", "ProcessTrouble": "process",
     }  # fmt: skip
     __all__ = [*_HOMES]

@@ -1,10 +1,10 @@
 """A case: one queue on a database of its own, for one test.
 
-While it is open the queue leads to a new SQLite file, migrated, with the greatest lease (so every legal timeout passes the lease
-rule) and a clock that only the test moves. Targets need no change: what was declared at import time, on whatever URL, writes there.
-What the code says beside the URL (retry_base, workers, prefix ...) holds; what the machine says (DBQUEUE_* variables,
-dbqueue.toml) does not. When the case ends its processes are killed, its fakes are gone, and the queue is what it was.
-"""
+While it is open the queue leads to a new SQLite file, migrated, with the greatest lease (so every legal timeout passes
+the lease rule) and a clock that only the test moves. Targets need no change: what was declared at import time, on
+whatever URL, writes there. What the code says beside the URL (retry_base, workers, prefix ...) holds; what the machine
+says (DBQUEUE_* variables, dbqueue.toml) does not. When the case ends its processes are killed, its fakes are gone, and
+the queue is what it was."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from uuid import UUID
 import sqlalchemy
 
 from dbqueue import clock, settings
+from dbqueue.database.engine import parse_url
 from dbqueue.errors import Closed, InvalidArgument, JobNotFound, NotSupported
 from dbqueue.queue import DBQueue
 from dbqueue.runtime.context import Port
@@ -42,8 +43,9 @@ _FINISHED = ("succeeded", "dead", "cancelled", "acked", "discarded")
 
 
 class Case:
-    """Made by ``case(queue)``. ``url`` and ``path`` are its database, where an application's own tables may live beside dbqueue's, so that
-    ``using(...)`` can join; ``folder`` is empty but for that and is gone with the case (under pytest: kept as ``tmp_path`` is)."""
+    """Made by ``case(queue)``. ``url`` and ``path`` are its database, where an application's own tables may live beside
+    dbqueue's, so that ``using(...)`` can join; ``folder`` is empty but for that and is gone with the case (under
+    pytest: kept as ``tmp_path`` is)."""
 
     def __init__(self, queue: DBQueue, folder: Path, job_settings: JobSettings, stack: ExitStack) -> None:
         self.queue, self.folder = queue, folder
@@ -61,8 +63,8 @@ class Case:
         return clock.to_datetime(self._database.read(self._database.dialect.now))
 
     def advance(self, seconds: float) -> datetime:
-        """Moves the clock on, for the case's processes too, and returns the new ``now()``. Delayed and retried jobs become due by it,
-        and leases end. Time goes on by itself as well; it never goes back."""
+        """Moves the clock on, for the case's processes too, and returns the new ``now()``. Delayed and retried jobs
+        become due by it, and leases end. Time goes on by itself as well; it never goes back."""
         self._check()
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= MAX_DELAY:
             raise InvalidArgument(f"advance() takes seconds from 0 to {MAX_DELAY}; got {settings.describe(seconds)}")
@@ -76,17 +78,19 @@ class Case:
     ) -> Drained:
         """Runs what is due, and what becomes due by that, until nothing is, and says how each attempt ended.
 
-        A real worker does it, in this thread, with ``slots`` slot threads: one gives an order that is always the same. ``queues``: only
-        these. Raises NotDrained when more than ``max_jobs`` were due, NotSupported inside ``using(...)`` or beside an open write
-        transaction; with ``raise_errors`` the first exception that a handler raised, once everything has run."""
+        A real worker does it, in this thread, with ``slots`` slot threads: one gives an order that is always the same.
+        ``queues``: only these. Raises NotDrained when more than ``max_jobs`` were due, NotSupported inside
+        ``using(...)`` or beside an open write transaction; with ``raise_errors`` the first exception that a handler
+        raised, once everything has run."""
         self._check()
         if isinstance(max_jobs, bool) or not isinstance(max_jobs, int) or max_jobs < 1:
             raise InvalidArgument(f"drain(max_jobs=...) takes an int from 1; got {settings.describe(max_jobs)}")
         return drain(self.queue, max_jobs=max_jobs, slots=slots, queues=queues, raise_errors=raise_errors)
 
     def process(self, app: str, *options: str) -> Process:
-        """Starts a real ``dbqueue worker -A app`` on the case's database, with more ``options`` of that command; it is killed when the
-        case ends. ``app`` is the queue's ``module:attribute``, found on the path of this process. Fakes do not reach into it."""
+        """Starts a real ``dbqueue worker -A app`` on the case's database, with more ``options`` of that command; it is
+        killed when the case ends. ``app`` is the queue's ``module:attribute``, found on the path of this process. Fakes
+        do not reach into it."""
         self._check()
         process = start(app, options, self._settings, self.folder, len(self._processes) + 1)
         self._processes.append(process)
@@ -94,9 +98,9 @@ class Case:
         return process
 
     def wait_for(self, job: JobRef | UUID, *states: str, within: float = 20.0) -> JobRecord:
-        """Waits until a process of this case has brought the job into one of ``states`` ("succeeded" if none is given), and returns its
-        record. Raises ProcessTrouble, with the processes' log, as soon as that cannot happen any more, or after ``within``
-        seconds."""
+        """Waits until a process of this case has brought the job into one of ``states`` ("succeeded" if none is given),
+        and returns its record. Raises ProcessTrouble, with the processes' log, as soon as that cannot happen any more,
+        or after ``within`` seconds."""
         wanted, until = states or ("succeeded",), time.monotonic() + within
         while True:
             alive = any(process.running for process in self._processes)  # asked first: its last act may be this job
@@ -118,7 +122,7 @@ class Case:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def job(self, job: JobRef | UUID) -> JobRecord:
-        """The job's record, with its payload. Raises JobNotFound."""
+        """The job's record, with its payload where that is kept. Raises JobNotFound."""
         self._check()
         job_id = job.id if isinstance(job, JobRef) else job
         record = self.queue.get_job(job_id, with_payload=True)
@@ -127,7 +131,8 @@ class Case:
         return record
 
     def jobs(
-        self, *, state: str | None = None, target: Target[Any] | str | None = None, queue: str | None = None, key: str | None = None
+        self, *, state: str | None = None, target: Target[Any] | str | None = None, queue: str | None = None,
+        key: str | None = None,
     ) -> list[JobRecord]:  # fmt: skip
         """All jobs that match everything given, finished ones too, those changed last first."""
         self._check()
@@ -137,19 +142,21 @@ class Case:
     # -- fakes -------------------------------------------------------------------------------------------------------
 
     def fake(self, port: Port[T], fake: T) -> AbstractContextManager[T]:
-        """From now on ``port.get()`` answers ``fake``, until the case ends or, in ``with case.fake(...):``, the block."""
-        self._check()
-        until = ExitStack()
-        until.enter_context(port.replaced(fake))
-        self._stack.callback(until.close)
-        return _undone(until, fake)
+        """From now on ``port.get()`` answers ``fake``, until the case ends or, in ``with case.fake(...):``, the
+        block."""
+        return self._replaced({port: fake}, fake)
 
     def fakes(self, fakes: Mapping[Port[Any], Any]) -> AbstractContextManager[Mapping[Port[Any], Any]]:
         """``fake`` for several ports at once: ``case.fakes({mailer: FakeMailer(), clock: FakeClock()})``."""
+        return self._replaced(fakes, fakes)
+
+    def _replaced(self, fakes: Mapping[Port[Any], Any], value: T) -> AbstractContextManager[T]:
+        self._check()
         until = ExitStack()
         for port, fake in fakes.items():
-            until.enter_context(self.fake(port, fake))
-        return _undone(until, fakes)
+            until.enter_context(port.replaced(fake))
+        self._stack.callback(until.close)
+        return _undone(until, value)
 
     def _check(self) -> None:
         if self._ended:
@@ -169,7 +176,8 @@ DATABASE = "case.db"
 
 @contextmanager
 def case(queue: DBQueue, tmp_path: str | PathLike[str] | None = None) -> Iterator[Case]:
-    """Opens a case for ``queue``. Its folder is a new one below ``tmp_path`` and is left there; without ``tmp_path`` it is removed.
+    """Opens a case for ``queue``. Its folder is a new one below ``tmp_path`` and is left there; without ``tmp_path`` it
+    is removed.
 
     Several queues may have their cases at the same time, and one queue may have a case within a case."""
     if not isinstance(queue, DBQueue):
@@ -191,9 +199,12 @@ def case(queue: DBQueue, tmp_path: str | PathLike[str] | None = None) -> Iterato
 
 def _settings(queue: DBQueue, path: Path) -> JobSettings:
     rules = settings.TABLES["jobs"]
+    url = sqlalchemy.URL.create("sqlite", database=str(path)).render_as_string(hide_password=False)
+    if parse_url(url).database != str(path):  # SQLAlchemy 2.0 escapes nothing
+        raise InvalidArgument("no database URL can name a file below this tmp_path; one without ? and % can be named")
     return replace(
         JobSettings.from_options(**queue.options),
-        url=sqlalchemy.URL.create("sqlite", database=str(path)).render_as_string(hide_password=False),
+        url=url,
         listen_url=None,
         lease_ms=rules["lease_ms"].high,
         history_ms=rules["history_ms"].high,  # an advanced clock must not prune what a test looks at

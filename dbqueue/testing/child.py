@@ -1,6 +1,5 @@
-"""``python -m dbqueue.testing.child CLOCK SETTINGS APP OPTION...``: the command ``dbqueue worker -A APP OPTION...``, with the queue of
-APP bound to a case's database and clock first. Started by ``process`` only.
-"""
+"""``python -m dbqueue.testing.child CLOCK SETTINGS APP OPTION...``: the command ``dbqueue worker -A APP OPTION...``,
+with the queue of APP bound to a case's database and clock first. Started by ``process`` only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The developer's machine is no part of a test: while a case is open, DBQUEUE_* variables and dbqueue.toml do not exist (D21)."""
+"""The developer's machine is no part of a test: while a case is open, DBQUEUE_* variables and dbqueue.toml do not exist
+(D21)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _before: dict[str, str] = {}
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """The environment belongs to the whole process, so the first of several blocks hides and the last one restores, in whatever order
-    they end. A variable that a test sets itself inside the block counts until then."""
+    """The environment belongs to the whole process, so the first of several blocks hides and the last one restores, in
+    whatever order they end. A variable that a test sets itself inside the block counts until then."""
     global _open, _before
     with _lock:
         if _open == 0:

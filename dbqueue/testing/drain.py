@@ -1,11 +1,12 @@
 """The bounded drain: a real worker in the calling thread runs what is due, and says what became of it.
 
-Jobs go through the production claim, dispatch and finish; handlers run in the worker's slot threads, as they do in production, so
-thread-locals of the test are not theirs. The kit only notes what a handler raised, which a worker otherwise logs and forgets.
-"""
+Jobs go through the production claim, dispatch and finish; handlers run in the worker's slot threads, as they do in
+production, so thread-locals of the test are not theirs. The kit only notes what a handler raised, which a worker
+otherwise logs and forgets."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections import Counter
@@ -35,8 +36,9 @@ Raised = dict[tuple[UUID, int], BaseException]
 
 @dataclass(frozen=True)
 class Ended:
-    """One attempt. ``outcome``: succeeded, failed (it will be tried again), dead, blocked, released (handed back unfinished), or lost
-    (cancelled or taken over while it ran: nothing was recorded). ``error`` is what the handler raised, with its traceback."""
+    """One attempt. ``outcome``: succeeded, failed (it will be tried again), dead, blocked, released (handed back
+    unfinished), or lost (cancelled or taken over while it ran: nothing was recorded). ``error`` is what the handler
+    raised, with its traceback."""
 
     id: UUID
     target: str
@@ -84,7 +86,8 @@ class Drained:
 
 
 class NotDrained(AssertionError):
-    """The drain ended and jobs are still due, or the worker could not go on. ``drained`` is what was done until then."""
+    """The drain ended and jobs are still due, or the worker could not go on. ``drained`` is what was done until
+    then."""
 
     def __init__(self, message: str, drained: Drained) -> None:
         super().__init__(message)
@@ -140,23 +143,37 @@ def _check_transactions(queue: DBQueue) -> None:
             session.rollback()
     except DatabaseBusy:
         raise NotSupported(
-            "drain(): an open transaction of the test holds the write lock of the case's database, and the worker would wait for it "
-            "for ever; commit it or roll it back first"
+            "drain(): an open transaction of the test holds the write lock of the case's database, and the worker would "
+            "wait for it for ever; commit it or roll it back first"
         ) from None
 
 
 def _watched(target: Target[Any], raised: Raised) -> Target[Any]:
-    def handler(*payload: Any) -> None:
-        __tracebackhide__ = True
+    """The same target, whose handler leaves what it raises in ``raised`` and raises it."""
+    original: Callable[..., Any] = target.handler
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        job = current_job()
         try:
-            target.handler(*payload)
+            yield
         except BaseException as error:
-            job = current_job()
             assert job is not None
             raised[job.id, job.attempt] = error
             raise
 
-    return Target(target.name, handler, target.schema, target.policy, target._writer)
+    def handler(*payload: Any) -> None:
+        __tracebackhide__ = True
+        with noting():
+            original(*payload)
+
+    async def async_handler(*payload: Any) -> None:
+        __tracebackhide__ = True
+        with noting():
+            await original(*payload)
+
+    watched: Callable[..., Any] = async_handler if inspect.iscoroutinefunction(original) else handler
+    return Target(target.name, watched, target.schema, target.policy, target._writer)
 
 
 @contextmanager
@@ -180,8 +197,8 @@ def _still_due(max_jobs: int, drained: Drained, due: list[JobRecord]) -> str:
     ran = Counter(ended.target for ended in drained.ended)
     left = Counter(record.target for record in due)
     return (
-        f"more than max_jobs={max_jobs} jobs were due. Run: {_listed(ran)}. Still due: {_listed(left)}. Does a job enqueue itself? "
-        "If not, give drain(max_jobs=...) more."
+        f"more than max_jobs={max_jobs} jobs were due. Run: {_listed(ran)}. Still due: {_listed(left)}. "
+        "Does a job enqueue itself? If not, give drain(max_jobs=...) more."
     )
 
 

@@ -1,4 +1,5 @@
-"""The pytest plugin: one fixture. It is active wherever celery-dbqueue is installed, so nothing is loaded before a test asks for it."""
+"""The pytest plugin: one fixture. It is active wherever celery-dbqueue is installed, so nothing is loaded before a test
+asks for it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def dbqueue_case(tmp_path: Path) -> Iterator[CaseFactory]:
-    """``case = dbqueue_case(queue)``: the queue has a database of this test's own until the test ends. Call it for each queue."""
+    """``case = dbqueue_case(queue)``: the queue has a database of this test's own until the test ends. Call it for each
+    queue."""
     from dbqueue import testing
 
     with ExitStack() as cases:

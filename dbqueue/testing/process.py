@@ -21,7 +21,8 @@ CHILD = "dbqueue.testing.child"
 
 
 class ProcessTrouble(AssertionError):
-    """A process of the case ended, or did not do in time what the test waits for; the message has the end of its log."""
+    """A process of the case ended, or did not do in time what the test waits for; the message has the end of its
+    log."""
 
 
 class Process:
@@ -49,7 +50,8 @@ class Process:
         self._popen.kill()
 
     def wait(self, within: float = 20.0) -> int:
-        """Its exit code once it has ended; negative: the signal that killed it. Raises ProcessTrouble after ``within`` seconds."""
+        """Its exit code once it has ended; negative: the signal that killed it. Raises ProcessTrouble after ``within``
+        seconds."""
         try:
             return self._popen.wait(within)
         except subprocess.TimeoutExpired:

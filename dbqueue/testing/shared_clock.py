@@ -1,4 +1,5 @@
-"""One time for all processes of a case: the clock's offset lies in eight bytes of a file that they all map into memory."""
+"""One time for all processes of a case: the clock's offset lies in eight bytes of a file that they all map into
+memory."""
 
 from __future__ import annotations
 

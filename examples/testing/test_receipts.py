@@ -70,11 +70,11 @@ def test_a_mail_server_that_is_down_costs_an_attempt(case: Case, mails: FakeMail
     assert case.job(job).attempt == 2
 
 
-def test_a_killed_worker_loses_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAIL_FOLDER", str(case.folder))
+def test_a_real_worker_sends_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAIL_FOLDER", str(case.folder))  # the process inherits it; fakes do not reach into it
     job = send_receipt.enqueue(Receipt(7, "ann@example.org"))
-    worker = case.process("examples.testing.receipts:queue")
-    case.wait_for(job)
-    worker.kill()
-    assert worker.wait() == -9
+    worker = case.process("examples.testing.receipts:queue", "-c", "2")
+    case.wait_for(job, "succeeded")
     assert (case.folder / "ann@example.org.txt").read_text() == "Your order 7"
+    worker.terminate()
+    assert worker.wait() == 0

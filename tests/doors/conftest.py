@@ -22,6 +22,7 @@ from dbqueue import DBQueue
 from dbqueue.cli.program import program
 from dbqueue.states import State
 from tests.factory import make
+from tests.golden import golden as golden
 
 ROOT = Path(__file__).parents[2]
 

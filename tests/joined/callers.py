@@ -287,6 +287,10 @@ def _proxy(wrapper: Any) -> Any:
     return connection
 
 
+def kinds(*names: str) -> list[Kind]:
+    return [kind for kind in KINDS if kind.name in names]
+
+
 KINDS = [
     Kind("session+psycopg", POSTGRES, _session("psycopg")),
     Kind("session+psycopg2", POSTGRES, _session("psycopg2")),

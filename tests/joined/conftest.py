@@ -11,7 +11,8 @@ from tests.joined.shop import Shop
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "kind" in metafunc.fixturenames:
+    chosen = any(mark.args[0] == "kind" for mark in metafunc.definition.iter_markers("parametrize"))
+    if "kind" in metafunc.fixturenames and not chosen:
         metafunc.parametrize("kind", KINDS, ids=str)
 
 

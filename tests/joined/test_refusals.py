@@ -270,13 +270,26 @@ def tables(shop: Shop) -> list[str]:
 @pytest.mark.req("D6")
 @pytest.mark.databases("sqlite")
 def test_a_file_that_does_not_exist_is_not_created(shop: Shop, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "missing" / "queue.db"
-    for path in (elsewhere, tmp_path / "queue #1?.db"):
-        queue = DBQueue(f"sqlite:///{path}" if "?" not in path.name else f"sqlite:///{tmp_path}/queue #1%3F.db")
+    for path in (tmp_path / "missing" / "queue.db", tmp_path / "queue.db"):
+        queue = DBQueue(f"sqlite:///{path}")
         with closing(shop.connect()) as connection, using(connection), pytest.raises(SchemaMissing, match="migrate"):
             queue.send("mail", 1)
         queue.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.databases("sqlite")
+def test_a_file_of_any_name_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a # b's \u00e9.db"
+    shop = Shop(f"sqlite:///{path}")
+    queue = DBQueue(shop.url)  # one that has not looked yet
+    with closing(shop.connect()) as connection:
+        with using(connection):
+            queue.send("mail", {"number": 1})
+        connection.commit()
+    assert shop.jobs() == [1]
+    queue.close()
+    shop.close()
 
 
 @pytest.mark.req("D6")

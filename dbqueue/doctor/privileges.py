@@ -1,0 +1,114 @@
+"""Who may do what: the fewest rights on PostgreSQL with which each kind of program works, and what the connection's user lacks of them.
+
+docs/operations.md prints ``grants`` word for word, and a test takes each single right away and sees its role fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from dbqueue.database.tables import FINISHED_COLUMNS, JOB_COLUMNS, Names
+from dbqueue.doctor.check import Finding, Patient, Problem, Status, verdict
+from dbqueue.errors import SchemaMissing
+
+ALL: tuple[str, ...] = ()
+"""In the place of columns: the right on the whole table."""
+
+
+class Right(NamedTuple):
+    table: str
+    verb: str
+    columns: tuple[str, ...] = ALL
+
+
+def _shown(columns: tuple[str, ...]) -> tuple[str, ...]:
+    """Without the payload, which is the application's, and the token, which is the claim's secret."""
+    return tuple(column for column in columns if column not in ("payload", "token"))
+
+
+# What every program reads first: is the schema there, of which version, and which database is this.
+_LOOK = (Right("migrations", "SELECT"), Right("meta", "SELECT"))
+# An INSERT with ON CONFLICT and RETURNING reads these of the jobs, and a lost answer is looked for by id. No payload.
+_PUBLISH = (
+    Right("jobs", "INSERT"),
+    Right("jobs", "SELECT", ("id", "target", "key", "state", "run_at", "created_at")),
+    Right("finished", "SELECT", ("id",)),
+)
+# FOR UPDATE SKIP LOCKED, which prune needs, asks for UPDATE even where nothing is updated.
+_HISTORY = tuple(Right("finished", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
+_READ = (
+    Right("jobs", "SELECT", _shown(JOB_COLUMNS)),
+    Right("finished", "SELECT", _shown(FINISHED_COLUMNS)),
+    Right("all_jobs", "SELECT"),
+)
+
+ROLES: Mapping[str, tuple[Right, ...]] = {
+    "publisher": (*_LOOK, *_PUBLISH),
+    "worker": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "UPDATE", "DELETE")), *_HISTORY),
+    "operator": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")), *_HISTORY),
+    "reader": (*_LOOK, *_READ),
+}
+"""An operator's are everything that a program can need which enqueues, works and looks, as most do."""
+EVERYTHING = "operator"
+
+
+def grants(rights: tuple[Right, ...], names: Names, grantee: str) -> Iterator[str]:
+    """The statements that give these rights, one for each table and list of columns."""
+    tables: dict[str, dict[str, tuple[str, ...]]] = {}
+    for right in rights:
+        tables.setdefault(right.table, {})[right.verb] = right.columns
+    for table, verbs in tables.items():
+        whole = [verb for verb, columns in verbs.items() if not columns]
+        parts = whole + [f"{verb} ({', '.join(columns)})" for verb, columns in verbs.items() if columns]
+        yield f"GRANT {', '.join(parts)} ON {names.qualified(table).replace(chr(34), '')} TO {grantee};"
+
+
+_RELATIONS = """
+SELECT c.relname::text, has_schema_privilege(n.oid, 'USAGE') FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(schema)s::text AND c.relname = ANY(%(tables)s::text[])
+"""
+_HELD = """
+SELECT r.n, CASE WHEN cardinality(r.columns) = 0 THEN has_table_privilege(c.oid, r.verb)
+  ELSE (SELECT bool_and(has_column_privilege(c.oid, a.name, r.verb)) FROM unnest(r.columns) a(name)) END
+FROM (SELECT n, verb, relation, COALESCE(string_to_array(NULLIF(columns, ''), ','), '{}') AS columns
+  FROM unnest(%(numbers)s::int[], %(verbs)s::text[], %(relations)s::text[], %(columns)s::text[]) u(n, verb, relation, columns)) r
+JOIN pg_class c ON c.relname = r.relation JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s::text
+"""
+
+
+def check(patient: Patient) -> Finding:
+    """Asks the catalogs only, so that it can also tell why a user may not even look. Notes ``stop`` then. Raises SchemaMissing."""
+    names, rights = patient.database.dialect.names, ROLES[patient.role or EVERYTHING]
+    tables = {right.table: names.prefix + right.table for right in rights}
+    relations = {"schema": names.schema, "tables": list(tables.values())}
+    found = dict(patient.session.execute(_RELATIONS, relations))
+    if names.prefix + "migrations" not in found:
+        raise SchemaMissing("dbqueue's tables are not in this database: run `dbqueue migrate`")
+    user = patient.session.execute("SELECT current_user::text")[0][0]
+    problems = []
+    if not all(found.values()):
+        told = f"user {user!r} may not use the schema {names.schema!r}"
+        problems.append(Problem(Status.FAILURE, told, f"GRANT USAGE ON SCHEMA {names.schema} TO {_quoted(user)};"))
+    params = {
+        "schema": names.schema,
+        "numbers": list(range(len(rights))),
+        "verbs": [right.verb for right in rights],
+        "relations": [tables[right.table] for right in rights],
+        "columns": [",".join(right.columns) for right in rights],
+    }
+    held = dict(patient.session.execute(_HELD, params))
+    lacking = tuple(right for number, right in enumerate(rights) if not held.get(number, True))  # or there is no such table
+    if lacking:
+        told = ", ".join(f"{right.verb} on {tables[right.table]}" for right in lacking)
+        remedy = " ".join(grants(lacking, names, _quoted(user)))
+        as_role = f" as a {patient.role}" if patient.role else ""
+        problems.append(Problem(Status.FAILURE, f"user {user!r} lacks{as_role}: {told}", remedy))
+    if not all(found.values()) or any(right in lacking for right in _LOOK):
+        patient.notes.add("stop")
+    may = f"what a {patient.role} does" if patient.role else "everything that dbqueue does"
+    return verdict("privileges", problems, f"user {user!r} may do {may}")
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

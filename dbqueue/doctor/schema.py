@@ -1,0 +1,88 @@
+"""Whether the live tables are what the migrations make: nothing dropped, added or changed by hand.
+
+Both sides are flattened into items (a table, a column, an index ...), and the two sets compared. Constraints and indexes are told apart
+by what they say and not by their names: one that was built anew under another name serves as well. What the migrations make is, on
+SQLite, found by running them in memory. No such place exists on a server, and the doctor must not create tables there: so for
+PostgreSQL a description is shipped beside the migrations (``schema.txt``; a test keeps it true).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from importlib.resources import files
+from typing import NamedTuple
+
+WHOLE = ("table", "view")
+BY_DEFINITION = ("constraint", "index")
+DESCRIPTION = "schema.txt"
+
+
+class Item(NamedTuple):
+    """``table`` and ``name`` are without the prefix of an installation."""
+
+    kind: str
+    table: str
+    name: str
+    definition: str
+
+    @property
+    def shown(self) -> str:
+        return f"{self.kind} {self.table}.{self.name}" if self.kind == "column" else f"{self.kind} {self.name}"
+
+
+class Difference(NamedTuple):
+    """What the migrations make, and what is there instead; None: nothing."""
+
+    expected: Item | None
+    found: Item | None
+
+    @property
+    def kind(self) -> str:
+        item = self.expected or self.found
+        assert item is not None
+        return item.kind
+
+    @property
+    def sentence(self) -> str:
+        if self.found is None:
+            assert self.expected is not None
+            return f"{self.expected.shown} is missing ({self.expected.definition})"
+        if self.expected is None:
+            return f"{self.found.shown} is not dbqueue's ({self.found.definition})"
+        return f"{self.expected.shown} is {self.found.definition}, it should be {self.expected.definition}"
+
+
+def compare(expected: Collection[Item], found: Collection[Item]) -> list[Difference]:
+    wanted, there = _without_equals(expected, found), _without_equals(found, expected)
+    by_place = {item[:3]: item for item in there}
+    pairs = [(item, by_place.pop(item[:3], None)) for item in wanted]
+    gone = {item.table for item, other in pairs if item.kind in WHOLE and other is None}
+    differences = [Difference(*pair) for pair in pairs if pair[0].kind in WHOLE or pair[0].table not in gone]
+    return differences + [Difference(None, item) for item in by_place.values()]
+
+
+def _without_equals(items: Collection[Item], others: Collection[Item]) -> list[Item]:
+    known = {_identity(item) for item in others}
+    return [item for item in items if _identity(item) not in known]
+
+
+def _identity(item: Item) -> tuple[str, ...]:
+    return (item.kind, item.table, item.definition) if item.kind in BY_DEFINITION else item
+
+
+def to_text(items: Iterable[Item]) -> str:
+    return "".join(f"{item.kind} {item.table} {item.name}: {item.definition}\n" for item in sorted(items))
+
+
+def from_text(text: str) -> list[Item]:
+    items = []
+    for line in text.splitlines():
+        place, _, definition = line.partition(": ")
+        kind, table, name = place.split(" ")
+        items.append(Item(kind, table, name, definition))
+    return items
+
+
+def shipped(folder: str) -> list[Item]:
+    """What the migrations of this version make on a server."""
+    return from_text((files("dbqueue.database") / "migrations" / folder / DESCRIPTION).read_text(encoding="utf-8"))

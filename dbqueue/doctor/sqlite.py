@@ -1,0 +1,173 @@
+"""What can be wrong with an SQLite file: where it lies, who may write there, its write-ahead log, and its empty pages."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import time
+from pathlib import Path
+
+from dbqueue.database.sqlite import Sqlite, SqliteSession
+from dbqueue.doctor import catalog, schema
+from dbqueue.doctor.check import Check, Finding, Patient, Problem, Status, verdict
+from dbqueue.doctor.postgres import drift, missing_indexes
+from dbqueue.errors import ConfigError, DatabaseError
+
+OLDEST_SQLITE = (3, 24, 0)
+"""ON CONFLICT ... DO NOTHING."""
+LARGE_WAL = 64 * 2**20
+"""A checkpoint comes every 1,000 pages, 4 MB: a log of this size means that a reader keeps it from starting over."""
+FREE_BYTES, FREE_SHARE = 100 * 2**20, 0.5
+LOCK_PATIENCE = 2.0
+"""Seconds that a healthy system never holds the write lock for."""
+
+MOUNTS = Path("/proc/mounts")
+NETWORK = frozenset(
+    "9p afs afpfs beegfs ceph cifs davfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs prl_fs smb2 smb3 smbfs vboxsf virtiofs "
+    "vmhgfs fuse.ceph fuse.davfs2 fuse.gcsfuse fuse.glusterfs fuse.grpcfuse fuse.juicefs fuse.mergerfs fuse.mfs fuse.osxfs fuse.rclone "
+    "fuse.s3fs fuse.sshfs fuse.vmhgfs-fuse fuse.blobfuse2 fuse.goofys fuse.mount-s3".split()
+)
+"""File systems on which the locks or the shared memory of write-ahead logging do not hold, or only for one of the machines."""
+
+
+def library(_: Patient) -> Finding:
+    found = sqlite3.sqlite_version
+    if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+        oldest = ".".join(map(str, OLDEST_SQLITE))
+        return Finding("sqlite", Status.FAILURE, f"this is SQLite {found}", f"dbqueue needs SQLite {oldest} or newer")
+    return Finding("sqlite", Status.OK, f"SQLite {found}")
+
+
+def file(patient: Patient) -> Finding:
+    """SQLite writes beside the file, too: its log and shared memory. Notes ``stop`` where it could not."""
+    path = os.path.realpath(_dialect(patient).path)
+    folder = os.path.dirname(path)
+    problems = []
+    for place in (folder, path, f"{path}-wal", f"{path}-shm"):
+        if os.path.exists(place) and not os.access(place, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+            patient.notes.add("stop")
+            what = "the folder" if place == folder else "the file"
+            told = f"this user (uid {os.geteuid()}) may not write to {what} {place}"
+            remedy = f"chown or chmod it: everybody who works here needs the file, {path}-wal, {path}-shm and the folder"
+            problems.append(Problem(Status.FAILURE, told, remedy))
+    owners = {os.stat(f"{path}{suffix}").st_uid for suffix in ("", "-wal", "-shm") if os.path.exists(f"{path}{suffix}")}
+    if len(owners) > 1:
+        told = f"the file and its log belong to different users (uid {', '.join(map(str, sorted(owners)))})"
+        problems.append(Problem(Status.WARNING, told, "run everything that uses the file as one user"))
+    if os.stat(path).st_mode & stat.S_IWOTH:
+        told = f"every user of this machine may write to {path}"
+        problems.append(Problem(Status.WARNING, told, f"chmod o-w {path}"))
+    return verdict("file", problems, f"{path}: {os.path.getsize(path) / 2**20:.1f} MB, writable with its folder")
+
+
+def file_system(patient: Patient) -> Finding:
+    path = os.path.realpath(_dialect(patient).path)
+    try:
+        kind = file_system_of(path, MOUNTS.read_text(encoding="utf-8", errors="surrogateescape"))
+    except OSError:
+        return Finding("file_system", Status.OK, f"{MOUNTS} cannot be read here, so this was not looked at")
+    if kind in NETWORK:
+        told = f"the file lies on {kind}: its locks do not hold between machines, and the file may be destroyed"
+        return Finding("file_system", Status.FAILURE, told, "put the file on a local disk, or use PostgreSQL")
+    return Finding("file_system", Status.OK, f"the file lies on {kind or 'an unknown file system'}")
+
+
+def file_system_of(path: str, mounts: str) -> str | None:
+    """The kind of the file system, by the text of /proc/mounts: the longest mount point above ``path``, and of equals the last."""
+    best, kind = -1, None
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = fields[1].encode("utf-8", "surrogateescape").decode("unicode_escape").encode("latin-1")
+        above = point.decode("utf-8", "surrogateescape").rstrip("/") + "/"
+        if len(above) >= best and path.startswith(above):
+            best, kind = len(above), fields[2]
+    return kind
+
+
+def journal(patient: Patient) -> Finding:
+    """Every connection of ours asks for write-ahead logging, and one that does not get it is refused."""
+    try:
+        mode = patient.session.execute("PRAGMA journal_mode")[0][0]
+    except ConfigError as error:
+        patient.notes.add("stop")
+        problem, _, remedy = str(error).partition("; ")
+        return Finding("journal", Status.FAILURE, problem, remedy)
+    synchronous = patient.session.execute("PRAGMA synchronous")[0][0]
+    return Finding("journal", Status.OK, f"journal_mode={mode}, synchronous={synchronous} (2 is FULL)")
+
+
+def tables(patient: Patient) -> Finding:
+    return drift(_differences(patient))
+
+
+def indexes(patient: Patient) -> Finding:
+    return missing_indexes(_differences(patient), [])
+
+
+def _differences(patient: Patient) -> list[schema.Difference]:
+    expected = catalog.sqlite_expected(_dialect(patient))
+    found = catalog.sqlite(patient.session, patient.database.dialect.names, catalog.table_names(expected))
+    return schema.compare(expected, found)
+
+
+def write_lock(patient: Patient) -> Finding:
+    assert isinstance(patient.session, SqliteSession)
+    began = time.monotonic()
+    try:
+        with patient.database.errors():
+            patient.session.begin(began + LOCK_PATIENCE)
+    except DatabaseError:
+        told = f"another connection has held the write lock for more than {LOCK_PATIENCE:g} s: nobody else can write"
+        remedy = "find the program that keeps a transaction open on this file (`fuser -v FILE`), and let it commit"
+        return Finding("write_lock", Status.WARNING, told, remedy)
+    patient.session.rollback()
+    return Finding("write_lock", Status.OK, f"the write lock was free within {(time.monotonic() - began) * 1000:.0f} ms")
+
+
+def wal(patient: Patient) -> Finding:
+    path = _dialect(patient).path + "-wal"
+    size = os.path.getsize(path) if os.path.exists(path) else 0
+    if size <= LARGE_WAL:
+        return Finding("wal", Status.OK, f"the write-ahead log has {size / 2**20:.1f} MB")
+    busy, *_ = patient.session.execute("PRAGMA wal_checkpoint(PASSIVE)")[0]
+    pages, done = patient.session.execute("PRAGMA wal_checkpoint(PASSIVE)")[0][1:]
+    held = busy or done < pages
+    told = f"the write-ahead log has {size / 2**20:.0f} MB" + (
+        f", and {pages - done} pages cannot be taken over: a reader keeps its transaction open" if held else ""
+    )
+    remedy = "end that transaction" if held else "PRAGMA wal_checkpoint(TRUNCATE) makes it small again"
+    return Finding("wal", Status.WARNING, told, remedy)
+
+
+def free_pages(patient: Patient) -> Finding:
+    free, pages, size = (
+        int(patient.session.execute(f"PRAGMA {name}")[0][0]) for name in ("freelist_count", "page_count", "page_size")
+    )
+    told = f"{free} of {pages} pages are empty ({free * size / 2**20:.1f} MB)"
+    if free * size > FREE_BYTES and free > FREE_SHARE * pages:
+        remedy = "they are used again by new jobs; to make the file smaller, stop the workers and run VACUUM"
+        return Finding("free_pages", Status.WARNING, told, remedy)
+    return Finding("free_pages", Status.OK, told)
+
+
+def _dialect(patient: Patient) -> Sqlite:
+    assert isinstance(patient.database.dialect, Sqlite)
+    return patient.database.dialect
+
+
+FIRST = (
+    Check("sqlite", library),
+    Check("file", file),
+    Check("file_system", file_system),
+    Check("journal", journal),
+)
+CHECKS = (
+    Check("tables", tables),
+    Check("indexes", indexes),
+    Check("write_lock", write_lock),
+    Check("wal", wal),
+    Check("free_pages", free_pages),
+)

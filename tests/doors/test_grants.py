@@ -1,0 +1,348 @@
+"""The rights that docs/operations.md gives to each role: enough for its work, refused beyond it, and not one too many."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+
+import dbqueue
+from dbqueue import DBQueue, ids
+from dbqueue.clock import SECOND
+from dbqueue.database.engine import Database
+from dbqueue.database.tables import Names
+from dbqueue.doctor.privileges import ROLES, Right, grants
+from dbqueue.errors import DatabaseError, EnqueueFailed
+from dbqueue.runtime.worker import WorkerOptions, run_worker
+from dbqueue.states import Kind, State
+from tests.doors.conftest import ROOT
+from tests.factory import Job, claim_turn, make, new_job, now
+from tests.servers import Server
+
+POSTGRES = pytest.mark.databases("postgres")
+NAMES = Names("dbqueue_", "public")
+DOCUMENT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+
+
+def documented(role: str) -> list[str]:
+    """The statements of the document for one role."""
+    block = re.search(rf"```sql\n(CREATE ROLE dbqueue_{role} .*?)```", DOCUMENT, re.DOTALL)
+    assert block is not None
+    return [" ".join(statement.split()) + ";" for statement in block[1].split(";") if statement.strip()]
+
+
+class Admin:
+    """The owner of the tables, and the users that log in."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.queue = url, DBQueue(url)
+        self.queue.migrate()
+        self.database = self.queue.database
+        self._connection = psycopg.connect(url, autocommit=True)
+        self._roles: list[str] = []
+
+    def execute(self, statement: str) -> None:
+        self._connection.execute(statement)
+
+    def user(self, *roles: str) -> str:
+        """Makes the documented roles and a user who is in all of them; returns its URL. Names are those of the whole server."""
+        for role in roles:
+            for statement in documented(role):
+                self.execute(statement)
+            self._roles.append(f"dbqueue_{role}")
+        user = f"user_{os.getpid()}"
+        self.execute(f"CREATE ROLE {user} LOGIN PASSWORD 'x' IN ROLE {', '.join(self._roles)}")
+        self._roles.append(user)
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=f"{user}:x@{parts.hostname}:{parts.port}").geturl()
+
+    def close(self) -> None:
+        for role in self._roles:
+            self.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+        self._connection.close()
+        self.queue.close()
+
+
+@pytest.fixture
+def admin(postgres: Server, database_url: str) -> Iterator[Admin]:
+    admin = Admin(database_url)
+    yield admin
+    admin.close()
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """By the server, and for want of a right."""
+    with pytest.raises((DatabaseError, EnqueueFailed)) as caught:
+        yield
+    error: BaseException | None = caught.value
+    while error is not None and not isinstance(error, psycopg.Error):
+        error = error.__cause__
+    assert isinstance(error, psycopg.errors.InsufficientPrivilege), caught.value
+
+
+# -- what each role does -----------------------------------------------------------------------------------------------
+# Each step is a call by itself, so that one that is refused does not hide the others.
+
+Step = Callable[[], object]
+
+
+def publishing(queue: DBQueue) -> list[Step]:
+    url = queue.database.url.render_as_string(hide_password=False)
+
+    def joined() -> None:
+        with psycopg.connect(url) as connection, dbqueue.using(connection):
+            connection.execute("SELECT 1")
+            queue.send("mail", {}, key="joined")
+            queue.send("mail", {})
+
+    def many() -> None:
+        queue.write([new_job(queue="mail", key=key) for key in ("a", "b", None)])
+
+    def lost() -> None:  # as after a connection that broke before its answer
+        queue.database.read(lambda session: queue.database.dialect.exists(session, ids.new_id()))
+
+    single = (lambda: queue.send("mail", {}, key="k"), lambda: queue.send("mail", {}, key="k", delay=60))
+    return [*single, many, joined, lost]
+
+
+def working(queue: DBQueue) -> list[Step]:
+    database = queue.database
+    dialect = database.dialect
+
+    def claim_and_settle() -> None:
+        with database.session() as session:
+            claimed = dialect.turn(session, claim_turn(4, queues=("mail",))).claimed
+            jobs = [Job(row.id, row.token, {"queue": "mail"}) for row in claimed] or [Job(ids.new_id(), ids.new_token(), {"queue": "x"})]
+            dialect.renew(session, [jobs[0].held], SECOND)
+            turn = claim_turn(queues=("mail",))
+            turn.settlements = [jobs[0].settlement(State.SUCCEEDED)]
+            dialect.turn(session, turn)
+            for job, state in zip(jobs[1:], (State.PENDING, State.DEAD, State.BLOCKED), strict=False):
+                dialect.settle(session, [job.settlement(state, Kind.FAILED)])
+
+    def with_session(verb: Callable[[Any], object]) -> Step:
+        return lambda: database.run(verb)
+
+    return [
+        claim_and_settle,
+        with_session(lambda session: dialect.settle(session, [Job(ids.new_id(), ids.new_token(), {"queue": "x"}).settlement(State.DEAD)])),
+        with_session(lambda session: dialect.renew(session, [Job(ids.new_id(), ids.new_token(), {}).held], SECOND)),
+        with_session(lambda session: dialect.release_unknown(session, "me", [])),
+        with_session(lambda session: dialect.prune(session, [State.SUCCEEDED], 1, 10)),
+        lambda: _upkeep(database),
+    ]  # fmt: skip
+
+
+def _upkeep(database: Database) -> None:
+    with database.session() as session:
+        database.dialect.upkeep(session, 100, ("mail",))
+
+
+def deciding(queue: DBQueue, admin: Admin) -> list[Step]:
+    def each(state: State, verb: Callable[[Any, Any], object]) -> Step:
+        def step() -> None:
+            job_id = ids.as_uuid(make(admin.database, state).id)
+            record = queue.get_job(job_id, with_payload=True)
+            assert record is not None
+            verb(job_id, record)
+
+        return step
+
+    return [
+        each(State.RUNNING, lambda job_id, _: queue.cancel(job_id)),
+        each(State.BLOCKED, lambda job_id, _: queue.retry(job_id)),
+        each(State.DEAD, lambda job_id, _: queue.retry(job_id)),
+        each(State.UNKNOWN, lambda job_id, record: queue.resolve(job_id, "discarded", record.updated_at)),
+        lambda: queue.purge(["dead"]),
+        queue.jobs,
+        queue.queues,
+    ]
+
+
+def reading(queue: DBQueue) -> list[Step]:
+    url = queue.database.url.render_as_string(hide_password=False)
+
+    def view() -> None:
+        with closing(psycopg.connect(url)) as connection:
+            try:
+                connection.execute("SELECT * FROM dbqueue_all_jobs").fetchall()
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise DatabaseError from error
+
+    return [queue.jobs, queue.queues, queue.counts, lambda: queue.get_job(ids.as_uuid(ids.new_id())), view]
+
+
+def steps_of(role: str, queue: DBQueue, admin: Admin) -> list[Step]:
+    if role == "operator":
+        return deciding(queue, admin)
+    return {"publisher": publishing, "worker": working, "reader": reading}[role](queue)
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_document_has_the_rights_that_the_doctor_asks_for(role: str) -> None:
+    create, usage, *given = documented(role)
+    assert create == f"CREATE ROLE dbqueue_{role} NOLOGIN;"
+    assert usage == f"GRANT USAGE ON SCHEMA public TO dbqueue_{role};"
+    assert given == list(grants(ROLES[role], NAMES, f"dbqueue_{role}"))
+
+
+@POSTGRES
+@pytest.mark.req("D5", "D10")
+def test_a_publisher(admin: Admin) -> None:
+    url = admin.user("publisher")
+    with closing(DBQueue(url)) as queue:
+        for step in publishing(queue):
+            step()
+        assert admin.queue.counts() == {"pending": 6}
+        job_id = admin.queue.jobs()[0].id
+        for call in (
+            lambda: queue.claim("mail", "me"),
+            lambda: queue.cancel(job_id),
+            lambda: queue.purge(["dead"]),
+            lambda: queue.get_job(job_id, with_payload=True),
+            queue.jobs,
+        ):
+            with refused():
+                call()
+        with psycopg.connect(url) as connection, pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute("SELECT payload FROM dbqueue_jobs")
+    assert admin.queue.counts() == {"pending": 6}
+
+
+@POSTGRES
+@pytest.mark.req("D5")
+def test_a_publisher_whose_connection_is_anothers(admin: Admin) -> None:
+    """Inside `using` it is the connection's user who writes."""
+    url = admin.user("publisher")
+    with psycopg.connect(url) as connection:
+        with dbqueue.using(connection):
+            admin.queue.send("mail", {})
+        connection.commit()
+        admin.execute("REVOKE INSERT ON dbqueue_jobs FROM dbqueue_publisher")
+        with dbqueue.using(connection), refused():
+            admin.queue.send("mail", {})
+        connection.rollback()
+    assert admin.queue.counts() == {"pending": 1}
+
+
+@POSTGRES
+@pytest.mark.req("D9", "D12")
+def test_a_worker(admin: Admin) -> None:
+    """A real one, which runs, retries, buries, blocks and takes back; handlers that enqueue need the publisher's rights, too."""
+    url = admin.user("worker")
+    for target in ("well", "gone", "bad"):
+        make(admin.database, target=target, queue="mail", max_attempts=2)
+    make(admin.database, State.RUNNING, target="well", queue="mail", lease_until=now(admin.database) - SECOND)
+    make(admin.database, target="well", queue="mail", ready_at=None)
+    with closing(DBQueue(url, retry_base=0.001, retry_max=0.001)) as queue:
+
+        @queue.job(max_attempts=2, timeout=5, queue="mail", name="well")
+        def well() -> None: ...
+
+        @queue.job(max_attempts=2, timeout=5, queue="mail", name="bad")
+        def bad() -> None:
+            raise ValueError
+
+        admin.execute("UPDATE dbqueue_jobs SET fingerprint = NULL")
+        assert run_worker(queue, WorkerOptions(once=True)) == 0
+        with refused():
+            queue.send("mail", {})
+        for step in working(queue):
+            step()
+    states = admin.queue.counts()
+    assert sum(states.values()) == 5
+    assert states.get("blocked", 0) >= 1
+    assert "running" not in states
+
+
+@POSTGRES
+def test_a_worker_that_publishes(admin: Admin) -> None:
+    with closing(DBQueue(admin.user("worker", "publisher"))) as queue:
+        for step in (*publishing(queue), *working(queue)):
+            step()
+
+
+@POSTGRES
+@pytest.mark.req("H7")
+def test_an_operator(admin: Admin) -> None:
+    with closing(DBQueue(admin.user("operator"))) as queue:
+        for step in (*deciding(queue, admin), *publishing(queue), *working(queue)):
+            step()
+        assert queue.migrate() == [], "there is nothing to do"
+        with refused():
+            queue.database.run(lambda session: session.execute("ALTER TABLE dbqueue_jobs ADD COLUMN mine text"))
+
+
+@POSTGRES
+@pytest.mark.req("D10")
+def test_a_reader(admin: Admin) -> None:
+    job_id = ids.as_uuid(make(admin.database).id)
+    with closing(DBQueue(admin.user("reader"))) as queue:
+        for step in reading(queue):
+            step()
+        assert [record.id for record in queue.jobs()] == [job_id]
+        for call in (
+            lambda: queue.get_job(job_id, with_payload=True),
+            lambda: queue.cancel(job_id),
+            lambda: queue.send("mail", {}),
+            lambda: queue.claim("default", "me"),
+            lambda: queue.purge(["dead"]),
+        ):
+            with refused():
+                call()
+    assert admin.queue.counts() == {"pending": 1}
+
+
+def single(rights: tuple[Right, ...]) -> Iterator[tuple[str, str]]:
+    """Each right by itself, and each column of one: (what to revoke, on which table)."""
+    for right in rights:
+        for column in right.columns:
+            yield f"{right.verb} ({column})", right.table
+        if not right.columns:
+            yield right.verb, right.table
+
+
+@POSTGRES
+@pytest.mark.parametrize("role", ROLES)
+def test_no_right_is_one_too_many(admin: Admin, role: str) -> None:
+    url = admin.user(role)
+    for verb, table in single(ROLES[role]):
+        admin.execute(f"REVOKE {verb} ON {NAMES.qualified(table)} FROM dbqueue_{role}")
+        with closing(DBQueue(url)) as queue:
+            assert any(fails(step) for step in steps_of(role, queue, admin)), f"{verb} on {table} is not needed"
+        admin.execute(f"GRANT {verb} ON {NAMES.qualified(table)} TO dbqueue_{role}")
+    with closing(DBQueue(url)) as queue:
+        assert not any(fails(step) for step in steps_of(role, queue, admin))
+
+
+def fails(step: Step) -> bool:
+    try:
+        step()
+    except (DatabaseError, EnqueueFailed) as error:
+        assert "InsufficientPrivilege" in f"{error} {error.__cause__!r} {error.__context__!r}", error
+        return True
+    return False
+
+
+@POSTGRES
+@pytest.mark.parametrize("role", ROLES)
+def test_the_doctor_agrees(admin: Admin, role: str, cli: Any) -> None:
+    url = admin.user(role)
+    answer = cli("doctor", "--url", url, "--role", role, "--json")
+    assert answer.code == 0
+    checks = {check["name"]: check for check in answer.json["checks"]}
+    assert checks["privileges"]["status"] == "ok"
+    answer = cli("doctor", "--url", url, "--json")
+    assert answer.code == (0 if role == "operator" else 1)
+
+

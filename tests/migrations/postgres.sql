@@ -1,0 +1,142 @@
+CREATE TABLE dbqueue_finished (
+    id uuid NOT NULL,
+    task_id text,
+    target text NOT NULL,
+    fingerprint bytea,
+    payload bytea,
+    key text,
+    queue text NOT NULL,
+    priority smallint NOT NULL,
+    state smallint NOT NULL,
+    run_at bigint NOT NULL,
+    attempt integer NOT NULL,
+    lapses integer NOT NULL,
+    max_attempts integer NOT NULL,
+    timeout_ms integer,
+    on_crash smallint NOT NULL,
+    token uuid,
+    worker text,
+    error_kind text,
+    error_summary text,
+    source text,
+    sequence bigint,
+    created_at bigint NOT NULL,
+    started_at bigint,
+    finished_at bigint NOT NULL,
+    CONSTRAINT dbqueue_finished_pkey PRIMARY KEY (id, finished_at),
+    CONSTRAINT dbqueue_finished_state_check CHECK (((state >= 4) AND (state <= 8)))
+) WITH (autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0.02, autovacuum_vacuum_threshold=5000);
+
+CREATE TABLE dbqueue_jobs (
+    id uuid NOT NULL,
+    task_id text,
+    target text NOT NULL,
+    fingerprint bytea,
+    payload bytea NOT NULL,
+    key text,
+    queue text NOT NULL,
+    priority smallint NOT NULL,
+    state smallint NOT NULL,
+    run_at bigint NOT NULL,
+    ready_at bigint,
+    attempt integer NOT NULL DEFAULT 0,
+    lapses integer NOT NULL DEFAULT 0,
+    max_attempts integer NOT NULL,
+    timeout_ms integer,
+    on_crash smallint NOT NULL DEFAULT 0,
+    token uuid,
+    worker text,
+    lease_until bigint,
+    error_kind text,
+    error_summary text,
+    source text,
+    sequence bigint,
+    created_at bigint NOT NULL,
+    started_at bigint,
+    updated_at bigint NOT NULL,
+    CONSTRAINT dbqueue_jobs_pkey PRIMARY KEY (id),
+    CONSTRAINT dbqueue_jobs_priority_check CHECK (((priority >= 0) AND (priority <= 9))),
+    CONSTRAINT dbqueue_jobs_state_check CHECK (((state >= 0) AND (state <= 3))),
+    CONSTRAINT dbqueue_ready_is_pending CHECK (((ready_at IS NULL) OR (state = 0))),
+    CONSTRAINT dbqueue_running_has_lease CHECK (((state = 1) = ((token IS NOT NULL) AND (lease_until IS NOT NULL))))
+) WITH (autovacuum_analyze_scale_factor=0, autovacuum_analyze_threshold=20000, autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0, autovacuum_vacuum_threshold=2000, fillfactor=70);
+
+CREATE TABLE dbqueue_meta (
+    name text NOT NULL,
+    value text NOT NULL,
+    CONSTRAINT dbqueue_meta_pkey PRIMARY KEY (name)
+);
+
+CREATE TABLE dbqueue_migrations (
+    version integer NOT NULL,
+    name text NOT NULL,
+    applied_at bigint NOT NULL,
+    CONSTRAINT dbqueue_migrations_pkey PRIMARY KEY (version)
+);
+
+CREATE UNIQUE INDEX dbqueue_finished_pkey ON public.dbqueue_finished USING btree (id, finished_at);
+
+CREATE INDEX dbqueue_finished_prune ON public.dbqueue_finished USING btree (state, finished_at);
+
+CREATE INDEX dbqueue_finished_task ON public.dbqueue_finished USING btree (task_id) WHERE (task_id IS NOT NULL);
+
+CREATE INDEX dbqueue_jobs_claim ON public.dbqueue_jobs USING btree (queue, priority, ready_at, id) WHERE (ready_at IS NOT NULL);
+
+CREATE UNIQUE INDEX dbqueue_jobs_key ON public.dbqueue_jobs USING btree (target, key) WHERE ((key IS NOT NULL) AND (state = ANY (ARRAY[0, 1, 3])));
+
+CREATE INDEX dbqueue_jobs_lease ON public.dbqueue_jobs USING btree (lease_until) WHERE (state = 1);
+
+CREATE UNIQUE INDEX dbqueue_jobs_pkey ON public.dbqueue_jobs USING btree (id);
+
+CREATE INDEX dbqueue_jobs_task ON public.dbqueue_jobs USING btree (task_id) WHERE (task_id IS NOT NULL);
+
+CREATE INDEX dbqueue_jobs_waiting ON public.dbqueue_jobs USING btree (run_at, id) WHERE ((state = 0) AND (ready_at IS NULL));
+
+CREATE UNIQUE INDEX dbqueue_meta_pkey ON public.dbqueue_meta USING btree (name);
+
+CREATE UNIQUE INDEX dbqueue_migrations_pkey ON public.dbqueue_migrations USING btree (version);
+
+CREATE VIEW dbqueue_all_jobs AS
+ SELECT dbqueue_jobs.id,
+    dbqueue_jobs.task_id,
+    dbqueue_jobs.target,
+    dbqueue_jobs.key,
+    dbqueue_jobs.queue,
+    (9 - dbqueue_jobs.priority) AS priority,
+    (ARRAY['pending'::text, 'running'::text, 'blocked'::text, 'unknown'::text])[(dbqueue_jobs.state + 1)] AS state,
+    to_timestamp((((dbqueue_jobs.run_at)::numeric / 1000000.0))::double precision) AS run_at,
+    (dbqueue_jobs.ready_at IS NOT NULL) AS ready,
+    dbqueue_jobs.attempt,
+    dbqueue_jobs.max_attempts,
+    dbqueue_jobs.lapses,
+    dbqueue_jobs.timeout_ms,
+    dbqueue_jobs.worker,
+    to_timestamp((((dbqueue_jobs.lease_until)::numeric / 1000000.0))::double precision) AS lease_until,
+    dbqueue_jobs.error_kind,
+    dbqueue_jobs.error_summary,
+    to_timestamp((((dbqueue_jobs.created_at)::numeric / 1000000.0))::double precision) AS created_at,
+    to_timestamp((((dbqueue_jobs.started_at)::numeric / 1000000.0))::double precision) AS started_at,
+    NULL::timestamp with time zone AS finished_at
+   FROM dbqueue_jobs
+UNION ALL
+ SELECT dbqueue_finished.id,
+    dbqueue_finished.task_id,
+    dbqueue_finished.target,
+    dbqueue_finished.key,
+    dbqueue_finished.queue,
+    (9 - dbqueue_finished.priority) AS priority,
+    (ARRAY['succeeded'::text, 'acked'::text, 'dead'::text, 'cancelled'::text, 'discarded'::text])[(dbqueue_finished.state - 3)] AS state,
+    to_timestamp((((dbqueue_finished.run_at)::numeric / 1000000.0))::double precision) AS run_at,
+    false AS ready,
+    dbqueue_finished.attempt,
+    dbqueue_finished.max_attempts,
+    dbqueue_finished.lapses,
+    dbqueue_finished.timeout_ms,
+    dbqueue_finished.worker,
+    NULL::timestamp with time zone AS lease_until,
+    dbqueue_finished.error_kind,
+    dbqueue_finished.error_summary,
+    to_timestamp((((dbqueue_finished.created_at)::numeric / 1000000.0))::double precision) AS created_at,
+    to_timestamp((((dbqueue_finished.started_at)::numeric / 1000000.0))::double precision) AS started_at,
+    to_timestamp((((dbqueue_finished.finished_at)::numeric / 1000000.0))::double precision) AS finished_at
+   FROM dbqueue_finished;

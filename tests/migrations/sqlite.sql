@@ -1,0 +1,104 @@
+CREATE VIEW "dbqueue_all_jobs" AS
+SELECT hex(id) AS id, task_id, target, key, queue, 9 - priority AS priority,
+       CASE state WHEN 0 THEN 'pending' WHEN 1 THEN 'running' WHEN 2 THEN 'blocked' ELSE 'unknown' END AS state,
+       strftime('%Y-%m-%dT%H:%M:%fZ', run_at / 1000000.0, 'unixepoch') AS run_at, ready_at IS NOT NULL AS ready,
+       attempt, max_attempts, lapses, timeout_ms, worker,
+       strftime('%Y-%m-%dT%H:%M:%fZ', lease_until / 1000000.0, 'unixepoch') AS lease_until, error_kind, error_summary,
+       strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000000.0, 'unixepoch') AS created_at,
+       strftime('%Y-%m-%dT%H:%M:%fZ', started_at / 1000000.0, 'unixepoch') AS started_at,
+       NULL AS finished_at
+FROM "dbqueue_jobs"
+UNION ALL
+SELECT hex(id), task_id, target, key, queue, 9 - priority,
+       CASE state WHEN 4 THEN 'succeeded' WHEN 5 THEN 'acked' WHEN 6 THEN 'dead' WHEN 7 THEN 'cancelled' ELSE 'discarded' END,
+       strftime('%Y-%m-%dT%H:%M:%fZ', run_at / 1000000.0, 'unixepoch'), 0,
+       attempt, max_attempts, lapses, timeout_ms, worker,
+       NULL, error_kind, error_summary,
+       strftime('%Y-%m-%dT%H:%M:%fZ', created_at / 1000000.0, 'unixepoch'),
+       strftime('%Y-%m-%dT%H:%M:%fZ', started_at / 1000000.0, 'unixepoch'),
+       strftime('%Y-%m-%dT%H:%M:%fZ', finished_at / 1000000.0, 'unixepoch')
+FROM "dbqueue_finished";
+
+CREATE TABLE "dbqueue_finished" (
+    id BLOB NOT NULL,
+    task_id TEXT,
+    target TEXT NOT NULL,
+    fingerprint BLOB,
+    payload BLOB,  -- NULL: not kept (jobs that succeeded, unless asked for)
+    key TEXT,
+    queue TEXT NOT NULL,
+    priority INTEGER NOT NULL,
+    state INTEGER NOT NULL CHECK (state BETWEEN 4 AND 8),  -- 4 succeeded, 5 acked, 6 dead, 7 cancelled, 8 discarded
+    run_at INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    lapses INTEGER NOT NULL,
+    max_attempts INTEGER NOT NULL,
+    timeout_ms INTEGER,
+    on_crash INTEGER NOT NULL,
+    token BLOB,  -- kept: a settle whose COMMIT answer was lost is told "already"
+    worker TEXT,
+    error_kind TEXT,
+    error_summary TEXT,
+    source TEXT,
+    sequence INTEGER,
+    created_at INTEGER NOT NULL,
+    started_at INTEGER,
+    finished_at INTEGER NOT NULL,
+    PRIMARY KEY (id, finished_at)
+);
+
+CREATE INDEX dbqueue_finished_prune ON "dbqueue_finished" (state, finished_at);
+
+CREATE INDEX dbqueue_finished_task ON "dbqueue_finished" (task_id) WHERE task_id IS NOT NULL;
+
+CREATE TABLE "dbqueue_jobs" (
+    id BLOB NOT NULL PRIMARY KEY,
+    task_id TEXT,
+    target TEXT NOT NULL,
+    fingerprint BLOB,
+    payload BLOB NOT NULL,
+    key TEXT,
+    queue TEXT NOT NULL,
+    priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 9),  -- smaller is better: 9 minus what the caller said
+    state INTEGER NOT NULL CHECK (state BETWEEN 0 AND 3),  -- 0 pending, 1 running, 2 blocked, 3 unknown
+    run_at INTEGER NOT NULL,  -- every instant is UTC microseconds
+    ready_at INTEGER,  -- when it became claimable; NULL while it waits for run_at, runs or is held
+    attempt INTEGER NOT NULL DEFAULT 0,
+    lapses INTEGER NOT NULL DEFAULT 0,
+    max_attempts INTEGER NOT NULL,
+    timeout_ms INTEGER,
+    on_crash INTEGER NOT NULL DEFAULT 0,  -- 0 retry, 1 unknown, 2 fail
+    token BLOB,
+    worker TEXT,
+    lease_until INTEGER,
+    error_kind TEXT,
+    error_summary TEXT,
+    source TEXT,
+    sequence INTEGER,
+    created_at INTEGER NOT NULL,
+    started_at INTEGER,
+    updated_at INTEGER NOT NULL,
+    CONSTRAINT dbqueue_running_has_lease CHECK ((state = 1) = (token IS NOT NULL AND lease_until IS NOT NULL)),
+    CONSTRAINT dbqueue_ready_is_pending CHECK (ready_at IS NULL OR state = 0)
+);
+
+CREATE INDEX dbqueue_jobs_claim ON "dbqueue_jobs" (queue, priority, ready_at, id) WHERE ready_at IS NOT NULL;
+
+CREATE UNIQUE INDEX dbqueue_jobs_key ON "dbqueue_jobs" (target, key) WHERE key IS NOT NULL AND state IN (0, 1, 3);
+
+CREATE INDEX dbqueue_jobs_lease ON "dbqueue_jobs" (lease_until) WHERE state = 1;
+
+CREATE INDEX dbqueue_jobs_task ON "dbqueue_jobs" (task_id) WHERE task_id IS NOT NULL;
+
+CREATE INDEX dbqueue_jobs_waiting ON "dbqueue_jobs" (run_at, id) WHERE state = 0 AND ready_at IS NULL;
+
+CREATE TABLE "dbqueue_meta" (
+    name TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+);
+
+CREATE TABLE "dbqueue_migrations" (
+    version integer PRIMARY KEY,
+    name text NOT NULL,
+    applied_at bigint NOT NULL
+);

@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_jobs" WHERE id = :id

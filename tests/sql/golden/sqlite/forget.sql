@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_finished" WHERE id = :id AND finished_at = :finished_at

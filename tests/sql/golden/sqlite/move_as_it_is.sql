@@ -1,0 +1,2 @@
+INSERT INTO "dbqueue_finished" (id, task_id, target, fingerprint, key, queue, priority, run_at, attempt, lapses, max_attempts, timeout_ms, on_crash, token, worker, source, sequence, created_at, started_at, payload, error_kind, error_summary, state, finished_at)
+SELECT id, task_id, target, fingerprint, key, queue, priority, run_at, attempt, lapses, max_attempts, timeout_ms, on_crash, NULL, worker, source, sequence, created_at, started_at, payload, error_kind, error_summary, :state, :now FROM "dbqueue_jobs" WHERE id = :id

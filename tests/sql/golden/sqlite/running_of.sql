@@ -1,0 +1,1 @@
+SELECT id FROM "dbqueue_jobs" WHERE state = 1 AND worker = :worker

@@ -1,0 +1,1 @@
+UPDATE "dbqueue_jobs" SET updated_at = updated_at WHERE id = :id
