@@ -2,7 +2,8 @@
 
 The public names are those of ``dbqueue.public``. They are loaded when the first of them is asked for: pytest loads our
 plugin, and kombu our transport's names, in programs that may never use a queue, and SQLAlchemy alone takes half a
-second."""
+second.
+"""
 
 import importlib
 import importlib.util

@@ -19,8 +19,8 @@ from dbqueue import ids
 from dbqueue.clock import SECOND
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
-from dbqueue.errors import ConnectionLost
 from dbqueue.database.tables import FINISHED_COLUMNS, JOB_COLUMNS, ClaimRequest, Held, NewJob, Settlement, Turn
+from dbqueue.errors import ConnectionLost
 from dbqueue.states import Kind, OnCrash, State
 
 LEASE = 60 * SECOND
@@ -105,7 +105,9 @@ def insert(database: Database, session: OwnSession, table: str, row: Row) -> Non
     postgres = database.dialect.name == "postgresql"
     values = ", ".join(f"%({name})s" if postgres else f":{name}" for name in row)
     bound = {name: _bound(database, name, value) for name, value in row.items()}
-    session.execute(f"INSERT INTO {database.dialect.names.qualified(table)} ({', '.join(row)}) VALUES ({values})", bound)
+    session.execute(
+        f"INSERT INTO {database.dialect.names.qualified(table)} ({', '.join(row)}) VALUES ({values})", bound
+    )
 
 
 def _bound(database: Database, name: str, value: Any) -> Any:
@@ -133,7 +135,8 @@ def rows(database: Database) -> Rows:
 def _read(database: Database, session: OwnSession, table: str, columns: tuple[str, ...]) -> list[Row]:
     found = session.execute(f"SELECT {', '.join(columns)} FROM {database.dialect.names.qualified(table)}")
     return [
-        {name: bytes(v) if isinstance(v, memoryview) else v for name, v in zip(columns, row, strict=True)} for row in found
+        {name: bytes(v) if isinstance(v, memoryview) else v for name, v in zip(columns, row, strict=True)}
+        for row in found
     ]
 
 
@@ -157,7 +160,12 @@ def new_job(**columns: Any) -> NewJob:
 
 
 def claim_turn(
-    limit: int = 1, *, queues: tuple[str, ...] = ("default",), lease: int = LEASE, worker: str = "w", token: bytes | None = None
+    limit: int = 1,
+    *,
+    queues: tuple[str, ...] = ("default",),
+    lease: int = LEASE,
+    worker: str = "w",
+    token: bytes | None = None,
 ) -> Turn:
     return Turn(lease=lease, claim=ClaimRequest(queues, limit, worker, token or ids.new_token(), lease))
 

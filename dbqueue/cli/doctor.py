@@ -25,8 +25,8 @@ from dbqueue.errors import ForeignDistribution
 def doctor(asked: Asked, role: str | None, patience: float) -> int:
     """Examine the database, its server and its jobs; change nothing.
 
-    With -A, stored jobs are compared with the declared targets, too. Exit code 0: all is well, or there are warnings only;
-    1: something is broken.
+    With -A, stored jobs are compared with the declared targets, too. Exit code 0: all is well, or there are warnings
+    only; 1: something is broken.
 
     \b
     dbqueue doctor -A shop.jobs
@@ -47,7 +47,8 @@ def doctor(asked: Asked, role: str | None, patience: float) -> int:
 
 
 def distribution() -> Finding:
-    """Every command refuses to run beside a foreign ``dbqueue``; here it is one finding among others where that was got round."""
+    """Every command refuses to run beside a foreign ``dbqueue``; here it is one finding among others where that was got
+    round."""
     try:
         check_distribution()
     except ForeignDistribution as error:
@@ -69,6 +70,4 @@ def _lines(found: list[Finding]) -> list[str]:
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:
-    return textwrap.wrap(
-        visible(text), WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
-    )
+    return textwrap.wrap(visible(text), WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)

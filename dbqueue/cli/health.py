@@ -1,6 +1,7 @@
 """``dbqueue health``: is the worker alive that writes this file? Asks neither the database nor the worker.
 
-A supervisor asks every few seconds, so this command has a short way in (``quick``) that loads nothing of the other commands.
+A supervisor asks every few seconds, so this command has a short way in (``quick``) that loads nothing of the other
+commands.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dbqueue.runtime.health import pulse
 def health(path: str, max_age: float) -> int:
     """Tell whether a worker is alive: exit code 0 or 1.
 
-    PATH is what the worker was given as --health-file. The worker renews it every second while its loop comes round and its
-    database answers, and removes it when it ends.
+    PATH is what the worker was given as --health-file. The worker renews it every second while its loop comes round and
+    its database answers, and removes it when it ends.
 
     \b
     dbqueue worker -A shop.jobs --health-file /tmp/worker.json
@@ -36,7 +37,11 @@ def quick(arguments: list[str]) -> int | None:
     """The exit code; None: something is wrong with the arguments, and the whole program is to say what."""
     try:
         code = health.main(
-            arguments, "dbqueue health", standalone_mode=False, help_option_names=["-h", "--help"], max_content_width=WIDTH
+            arguments,
+            "dbqueue health",
+            standalone_mode=False,
+            help_option_names=["-h", "--help"],
+            max_content_width=WIDTH,
         )
     except (click.ClickException, click.Abort):
         return None

@@ -24,7 +24,8 @@ def queues(asked: Asked, name: str | None, metric: str | None) -> None:
 
     READY can be claimed now, WAITING has a later time. OLDEST is how long the oldest ready job has waited.
 
-    One statement that reads every unfinished job: some 50 ms for 100,000 of them. So ask every 15 seconds, not every second.
+    One statement that reads every unfinished job: some 50 ms for 100,000 of them. So ask every 15 seconds, not every
+    second.
 
     \b
     dbqueue queues -A shop.jobs

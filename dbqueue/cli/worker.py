@@ -82,10 +82,14 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
     "--shutdown", type=click.FloatRange(0, 3_600), callback=_number, default=30.0, show_default=True, metavar="SECONDS",
     help="After SIGTERM, wait so long for running jobs.",
 )  # fmt: skip
+@click.option(
+    "--health-file", metavar="PATH", type=click.Path(), help="Keep it fresh while alive, for `dbqueue health`."
+)
 @traceback_option
 def worker(
     app: str | None, queues: tuple[str, ...] | None, concurrency: int | None, hostname: str | None, loglevel: str,
     log_format: str, pool: str, lease: float | None, once: bool, max_jobs: int | None, shutdown: float,
+    health_file: str | None,
 ) -> int:  # fmt: skip
     """Run jobs. -A names the module whose import declares them all.
 
@@ -101,8 +105,9 @@ def worker(
     from dbqueue.runtime.worker import WorkerOptions, run_worker  # the other commands need none of it
 
     options = WorkerOptions(
-        queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown
-    )
+        queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,
+        health_file=health_file,
+    )  # fmt: skip
     with Asked(app, None, False).opened() as queue:
         set_up_logging(loglevel, log_format)
         return run_worker(queue, options)

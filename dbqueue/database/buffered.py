@@ -134,7 +134,10 @@ def _of_session(session: orm.Session) -> Buffer:
     def before_commit(owner: orm.Session) -> None:
         # Also when a savepoint is released: an outer commit that finds it open tells of itself only here, before it.
         if not buffer.empty:
-            _listen_once(owner.connection(), ("commit", "prepare_twophase", "commit_twophase"), buffer.flush)
+            connection = owner.connection()
+            if not event.contains(connection, "commit", buffer.flush):
+                for name in ("commit", "prepare_twophase", "commit_twophase"):
+                    _listen(connection, name, buffer.flush)
 
     def after_rollback(owner: orm.Session) -> None:
         gone = innermost(owner)
@@ -198,14 +201,17 @@ def _of_connection(connection: sqlalchemy.Connection) -> Buffer:
 
     buffer = Buffer(connection.dialect.name, place)
     for listener in (commit, rollback, before_cursor_execute):
-        event.listen(connection, listener.__name__, listener)
+        _listen(connection, listener.__name__, listener)
     return buffer
 
 
-def _listen_once(connection: sqlalchemy.Connection, names: Sequence[str], listener: Callable[..., None]) -> None:
-    for name in names:
-        if not event.contains(connection, name, listener):
-            event.listen(connection, name, listener)
+def _listen(connection: sqlalchemy.Connection, name: str, listener: Callable[..., None]) -> None:
+    try:
+        event.listen(connection, name, listener)
+    except sqlalchemy.exc.InvalidRequestError as error:
+        raise NotSupported(
+            "SQLAlchemy before 2.0.37 does not tell of the commits of an engine that was given execution_options: update it"
+        ) from error
 
 
 def _commits_each_statement(bind: sqlalchemy.Engine | sqlalchemy.Connection) -> bool:

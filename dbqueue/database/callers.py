@@ -249,7 +249,9 @@ def _reach(connection: Any) -> CallerSession:
         status = int(connection.info.transaction_status)
         _check_status(status, connection.autocommit, connection.closed)
         if status == 1 and not connection.info.pipeline_status:  # it would wait for this very thread to read on
-            raise EnqueueFailed("the connection given to using(...) is busy with rows that are not read yet (stream or COPY)")
+            raise EnqueueFailed(
+                "the connection given to using(...) is busy with rows that are not read yet (stream or COPY)"
+            )
         return CallerSession(connection, partial(_psycopg_cursor, connection), partial(_execute_psycopg, connection))
     if psycopg2 is not None and isinstance(connection, psycopg2.connection):
         _check_status(connection.info.transaction_status, connection.autocommit, bool(connection.closed))

@@ -461,7 +461,7 @@ class Postgres:
 
         options: dict[str, Any] = dict((url or self.url).translate_connect_args(username="user", database="dbname"))
         options.update((url or self.url).query)
-        if options.pop("pgbouncer", "false") == "true":  # in transaction mode, before 1.21: statements are prepared elsewhere
+        if options.pop("pgbouncer", "false") == "true":  # in transaction mode: statements may be prepared elsewhere
             options["prepare_threshold"] = None
         options.setdefault("connect_timeout", 10)
         options.setdefault("application_name", "dbqueue")

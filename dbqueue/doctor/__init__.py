@@ -1,12 +1,12 @@
 """The doctor: looks at a database and at the settings that lead there, and says what is wrong and what cures it.
 
-``examine`` runs its checks in a fixed order, the ones first that the others stand on. None of them changes anything that stays: a
-transaction is only begun to be rolled back, and a notification goes to a queue that nobody else has.
+``examine`` runs its checks in a fixed order, the ones first that the others stand on. None of them changes anything
+that stays: a transaction is only begun to be rolled back, and a notification goes to a queue that nobody else has.
 
-What can fail, and what then happens: a database that cannot be reached, or has no schema of this version, is no finding but the error
-that every other command raises too. A check that is refused, or that waits for somebody's lock, becomes a warning of its own name, and
-the others go on. Where a first check makes the rest meaningless (a folder that cannot be written to, a user without any right) they
-are left out.
+What can fail, and what then happens: a database that cannot be reached, or has no schema of this version, is no finding
+but the error that every other command raises too. A check that is refused, or that waits for somebody's lock, becomes a
+warning of its own name, and the others go on. Where a first check makes the rest meaningless (a folder that cannot be
+written to, a user without any right) they are left out.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LOCK_TIMEOUT, STATEMENT_TIMEOUT = "1s", "20s"
 def examine(
     queue: DBQueue, *, with_targets: bool = False, role: str | None = None, patience: float = PATIENCE
 ) -> list[Finding]:
-    """All findings, in the order of the checks. ``with_targets``: the queue's targets are declared, so stored jobs are compared with
-    them. ``role``: what the connection's user is for (a name of ``privileges.ROLES``; None: everything). Raises ConnectionLost,
-    SchemaMissing, SchemaOutdated, SchemaTooNew."""
+    """All findings, in the order of the checks. ``with_targets``: the queue's targets are declared, so stored jobs are
+    compared with them. ``role``: what the connection's user is for (a name of ``privileges.ROLES``; None: everything).
+    Raises ConnectionLost, SchemaMissing, SchemaOutdated, SchemaTooNew."""
     patient = Patient(queue, with_targets, role, patience)
     of_database = postgres if isinstance(queue.database.dialect, Postgres) else sqlite
     try:
@@ -66,12 +66,15 @@ def _made(patient: Patient, check: Check) -> Finding:
         if isinstance(error, (SchemaMissing, SchemaOutdated, SchemaTooNew)) and "schema" not in patient.notes:
             raise
         told = f"this could not be looked at: {error}"
-        return Finding(check.name, Status.WARNING, told, "run the doctor again, as a user who may, when nobody holds a lock")
+        return Finding(
+            check.name, Status.WARNING, told, "run the doctor again, as a user who may, when nobody holds a lock"
+        )
 
 
 @contextmanager
 def _bounds(patient: Patient) -> Iterator[None]:
-    """Reads need no transaction on SQLite; on a server one carries the timeouts, which a pooler would else hand on to others."""
+    """Reads need no transaction on SQLite; on a server one carries the timeouts, which a pooler would else hand on to
+    others."""
     if not isinstance(patient.database.dialect, Postgres):
         yield
         return

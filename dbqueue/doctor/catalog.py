@@ -27,7 +27,8 @@ SELECT a.attrelid::bigint, 'column', a.attname::text, format_type(a.atttypid, a.
   || CASE WHEN a.attcollation <> t.typcollation THEN ' COLLATE ' || a.attcollation::regcollation::text ELSE '' END
   || CASE WHEN a.attnotnull THEN ' NOT NULL' ELSE '' END || COALESCE(' DEFAULT ' || pg_get_expr(d.adbin, d.adrelid), '')
   || CASE WHEN a.attidentity <> '' THEN ' IDENTITY' WHEN a.attgenerated <> '' THEN ' GENERATED' ELSE '' END
-FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+  LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
 WHERE a.attrelid = ANY(%(oids)s::bigint[]) AND a.attnum > 0 AND NOT a.attisdropped
 UNION ALL
 SELECT conrelid::bigint, 'constraint', conname::text, pg_get_constraintdef(oid) FROM pg_constraint
@@ -36,15 +37,18 @@ UNION ALL
 SELECT i.indrelid::bigint, 'index', c.relname::text,
   CASE WHEN i.indisunique THEN 'UNIQUE ' ELSE '' END || regexp_replace(pg_get_indexdef(i.indexrelid), '^.*? USING ', '')
 FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
-WHERE i.indrelid = ANY(%(oids)s::bigint[]) AND NOT EXISTS (SELECT 1 FROM pg_constraint k WHERE k.conindid = i.indexrelid)
+WHERE i.indrelid = ANY(%(oids)s::bigint[])
+  AND NOT EXISTS (SELECT 1 FROM pg_constraint k WHERE k.conindid = i.indexrelid)
 UNION ALL
-SELECT tgrelid::bigint, 'trigger', tgname::text, regexp_replace(pg_get_triggerdef(oid), '^CREATE (CONSTRAINT )?TRIGGER ', '')
+SELECT tgrelid::bigint, 'trigger', tgname::text,
+  regexp_replace(pg_get_triggerdef(oid), '^CREATE (CONSTRAINT )?TRIGGER ', '')
 FROM pg_trigger WHERE tgrelid = ANY(%(oids)s::bigint[]) AND NOT tgisinternal
 """
 
 
 def postgres(session: Session, names: Names, tables: Collection[str] | None = None) -> list[Item]:
-    """``tables`` (without prefix): only these; other installations and the application's own tables may have names like ours."""
+    """``tables`` (without prefix): only these; other installations and the application's own tables may have names like
+    ours."""
     items, owners = [], {}
     for oid, name, kind, persistence, options in session.execute(
         _RELATIONS, {"schema": names.schema, "prefix": names.prefix}

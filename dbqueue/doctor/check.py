@@ -1,7 +1,8 @@
 """What a check is given and what it gives.
 
-A *check* is one function: it looks at one thing, changes nothing, and returns one Finding under one stable name. A *failure* means
-that jobs are refused, stuck or not kept as promised; a *warning* that they run, but slowly, or that somebody has to decide.
+A *check* is one function: it looks at one thing, changes nothing, and returns one Finding under one stable name. A
+*failure* means that jobs are refused, stuck or not kept as promised; a *warning* that they run, but slowly, or that
+somebody has to decide.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Patient:
 
     @cached_property
     def session(self) -> OwnSession:
-        """The doctor's own connection, made when the first check needs it. It prepares nothing: a pooler may lose that."""
+        """The doctor's own connection, made when a check first needs it. It prepares nothing: poolers lose that."""
         session = self.database.open_session()
         if hasattr(session.connection, "prepare_threshold"):
             session.connection.prepare_threshold = None

@@ -1,5 +1,6 @@
-"""What the stored jobs tell: leases that nobody takes back, queues that nobody works on, jobs that wait for a decision, and jobs that
-the code of today could not run. Alike on every database."""
+"""What the stored jobs tell: leases that nobody takes back, queues that nobody works on, jobs that wait for a decision,
+and jobs that the code of today could not run. Alike on every database.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +45,14 @@ def clocks(patient: Patient) -> Finding:
     way = "ahead of" if skew > 0 else "behind"
     return Finding(
         "clock", Status.WARNING,
-        f"the database's clock is {abs(skew):.1f} s {way} this machine's; dbqueue goes by the database's alone and does not mind, but "
-        "logs and rows tell different times, and a run_at computed here is off by that much",
+        f"the database's clock is {abs(skew):.1f} s {way} this machine's; dbqueue goes by the database's alone and "
+        "does not mind, but logs and rows tell different times, and a run_at computed here is off by that much",
         "synchronise both machines (NTP); until then give delay= instead of run_at=",
     )  # fmt: skip
 
 
 def leases(patient: Patient) -> Finding:
-    """Every worker takes back what others lost, of whatever queue: a lease that ended long ago means that there is none."""
+    """Every worker takes back lost jobs, of whatever queue: a lease that ended long ago means that there is none."""
     jobs, _ = patient.database.dialect.names.tables
     before = patient.now - round(patient.patience * clock.SECOND)
     ended = select(func.count(), func.min(jobs.c.lease_until)).where(
@@ -63,7 +64,8 @@ def leases(patient: Patient) -> Finding:
     age = (patient.now - int(oldest)) / clock.SECOND
     return Finding(
         "leases", Status.FAILURE,
-        f"{counted(number, 'running job')} lost the lease and nobody took it back, the oldest {age:.0f} s ago: no worker is alive",
+        f"{counted(number, 'running job')} lost the lease and nobody took it back, the oldest {age:.0f} s ago: "
+        "no worker is alive",
         "start a worker on this database: whichever queues it works on, it takes back lost jobs of all",
     )  # fmt: skip
 
@@ -80,8 +82,8 @@ def due_jobs(patient: Patient) -> Finding:
         problems.append(
             Problem(
                 Status.FAILURE,
-                f"{counted(number, 'job')} became due more than {patient.patience:g} s ago and nobody made them claimable: "
-                "no worker is alive",
+                f"{counted(number, 'job')} became due more than {patient.patience:g} s ago and nobody made them "
+                "claimable: no worker is alive",
                 "start a worker on this database",
             )
         )
@@ -102,9 +104,7 @@ def due_jobs(patient: Patient) -> Finding:
 
 def held_jobs(patient: Patient) -> Finding:
     _, finished = patient.database.dialect.names.tables
-    some = (
-        select(literal(1)).select_from(finished).where(finished.c.state == int(State.DEAD)).limit(MOST_COUNTED + 1)
-    )
+    some = select(literal(1)).select_from(finished).where(finished.c.state == int(State.DEAD)).limit(MOST_COUNTED + 1)
     dead = _run(patient, select(func.count()).select_from(some.subquery("some")))[0][0]
     found = {
         "blocked": (sum(depth.blocked for depth in patient.depths), "`dbqueue jobs retry` after the fix, or cancel"),
@@ -153,13 +153,13 @@ def targets(patient: Patient) -> Finding:
         seen += number
         what = f"{counted(number, 'job')} of target {name!r}"
         if name not in known:
-            remedy = "declare the target again (name= keeps an old name), work on its queue elsewhere, or cancel its jobs"
+            remedy = (
+                "declare the target again (name= keeps an old name), work on its queue elsewhere, or cancel its jobs"
+            )
             problems.append(Problem(Status.WARNING, f"{what}, which this code does not declare", remedy))
         elif fingerprint is not None and bytes(fingerprint) != known[name].schema.fingerprint:
             remedy = "let the old code finish them first, or give the changed record to a target of another name"
-            problems.append(
-                Problem(Status.FAILURE, f"{what} with another schema: this code would block them", remedy)
-            )
+            problems.append(Problem(Status.FAILURE, f"{what} with another schema: this code would block them", remedy))
         elif longest is not None and timeout is not None and timeout >= longest:
             remedy = f"raise the lease above {timeout / 1000:g} s"
             problems.append(

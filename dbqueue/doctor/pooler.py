@@ -1,9 +1,9 @@
 """What stands between us and a PostgreSQL server, and whether a notification gets through it.
 
-A pooler in transaction mode (PgBouncer's usual one) lends a server's session for one transaction only. So prepared statements are not
-where they were made, LISTEN hears nothing, and a session's advisory lock stays behind in a session that is not ours any more.
-Nothing here guesses by names: two connections that are open at once are asked which server process serves them, and the bell is
-rung the way an enqueue rings it.
+A pooler in transaction mode (PgBouncer's usual one) lends a server's session for one transaction only. So prepared
+statements are not where they were made, LISTEN hears nothing, and a session's advisory lock stays behind in a session
+that is not ours any more. Nothing here guesses by names: two connections that are open at once are asked which server
+process serves them, and the bell is rung the way an enqueue rings it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from dbqueue.doctor.check import Finding, Patient, Problem, Status, verdict
 from dbqueue.errors import ConnectionLost
 from dbqueue.settings import RESERVED_PREFIX
 
+ROUNDS = 3
+"""How often both connections are asked who serves them: with others about, one answer may come out right by chance."""
 HEARD_WITHIN = 1.0
 ANSWER_WITHIN = 5.0
 """Seconds until a second connection is believed to wait for a place in the pooler's pool."""
 
-_PREPARED = "use PgBouncer 1.21 or newer with max_prepared_statements, or say ?pgbouncer=true in the URL"
-_LISTEN = "set listen_url to a URL that leads to the server directly, or notify = false: workers then look at every poll"
+_PREPARED = "say ?pgbouncer=true in the URL, or use PgBouncer 1.22 or newer with max_prepared_statements"
+_LISTEN = (
+    "set listen_url to a URL that leads to the server directly, or notify = false: workers then look at every poll"
+)
 
 
 def pooling(patient: Patient) -> Finding:
@@ -36,15 +40,23 @@ def pooling(patient: Patient) -> Finding:
     second = None
     try:
         second = database.open_session()
-        served = [_answer(session.connection, b"SELECT pg_backend_pid()") for session in (first, second)]
-        if None in served:
+        served: tuple[set[str | None], ...] = set(), set()
+        for number in range(ROUNDS * 2):
+            served[number % 2].add(_answer((first, second)[number % 2].connection, b"SELECT pg_backend_pid()"))
+            if None in served[number % 2]:
+                break
+        if any(None in pids for pids in served):
             patient.notes.add("stop")
-            told = f"a second connection got no answer within {ANSWER_WITHIN:g} s: the pooler's pool has no place for it"
+            told = (
+                f"a second connection got no answer within {ANSWER_WITHIN:g} s: the pooler's pool has no place for it"
+            )
             needed = patient.queue.settings.workers + 3
-            return Finding("pooler", Status.FAILURE, told, f"a pool (default_pool_size) of {needed} or more for each worker")
-        if served[0] == served[1]:
+            return Finding(
+                "pooler", Status.FAILURE, told, f"a pool (default_pool_size) of {needed} or more for each worker"
+            )
+        if served[0] & served[1] or any(len(pids) > 1 for pids in served):
             return _transaction_mode(patient, first, second)
-        between = int(served[0] or 0) != first.connection.info.backend_pid
+        between = served[0] != {str(first.connection.info.backend_pid)}
         told = "a pooler in session mode" if between else "no pooler: the connection leads to the server"
         return Finding("pooler", Status.OK, told)
     finally:
@@ -78,7 +90,9 @@ def _transaction_mode(patient: Patient, first: Any, second: Any) -> Finding:
     except Exception:
         patient.notes.add("stop")
         told = "a pooler in statement mode: it refuses transactions, without which there is no queue"
-        return Finding("pooler", Status.FAILURE, told, "pool_mode = transaction or session, or connect to the server directly")
+        return Finding(
+            "pooler", Status.FAILURE, told, "pool_mode = transaction or session, or connect to the server directly"
+        )
     problems = []
     try:
         for session in (first, second):
@@ -94,7 +108,8 @@ def _transaction_mode(patient: Patient, first: Any, second: Any) -> Finding:
 
 
 def notify(patient: Patient) -> Finding:
-    """The way of a real wake-up: announced as a sleeping worker does, rung from another connection through the gate of an enqueue."""
+    """The way of a real wake-up: announced as by a sleeping worker, rung from another connection through the gate of an
+    enqueue."""
     database = patient.database
     poll = f"{patient.queue.settings.poll_ms} ms"
     if not database.notify:
@@ -122,7 +137,11 @@ def notify(patient: Patient) -> Finding:
         told = f"LISTEN was accepted, but no notification arrived within {HEARD_WITHIN:g} s"
     else:
         told = "the session's advisory lock did not hold, so nobody would ring for a sleeping worker"
-    remedy = _LISTEN if database.listen_url == database.url else "let listen_url lead to this very server, and not to a pooler"
+    remedy = (
+        _LISTEN
+        if database.listen_url == database.url
+        else "let listen_url lead to this very server, and not to a pooler"
+    )
     return Finding("notify", Status.WARNING, f"{told}; workers look for jobs every {poll} instead", remedy)
 
 
@@ -144,5 +163,3 @@ def _heard(sleeper: Listener) -> bool:
             if (left := until - time.monotonic()) <= 0:
                 return False
             selector.select(left)
-
-

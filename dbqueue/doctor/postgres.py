@@ -1,8 +1,11 @@
-"""What can be wrong with a PostgreSQL server and with the session that its user gets. ``pooler`` looks at what stands in between."""
+"""What can be wrong with a PostgreSQL server and with the session that its user gets. ``pooler`` looks at what stands
+in between.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from dbqueue.doctor import catalog, pooler, privileges, schema
 from dbqueue.doctor.check import Check, Finding, Patient, Problem, Status, counted, verdict
@@ -15,29 +18,41 @@ HELD_XIDS = 1_000_000
 DEAD_ROWS = 200_000
 """Autovacuum comes once a minute, and a busy queue of a thousand jobs a second leaves 120,000 dead rows until then."""
 
-_TOO_SHORT_MS = {"statement_timeout": 5_000, "transaction_timeout": 5_000, "lock_timeout": 1_000, "idle_in_transaction_session_timeout": 1_000}  # fmt: skip
+_TOO_SHORT_MS = {
+    "statement_timeout": 5_000, "transaction_timeout": 5_000, "lock_timeout": 1_000,
+    "idle_in_transaction_session_timeout": 1_000,
+}  # fmt: skip
 _SETTINGS = """
-SELECT current_user::text, pg_is_in_recovery(), current_setting('server_version_num')::int, current_setting('server_version'),
+SELECT current_user::text, pg_is_in_recovery(), current_setting('server_version_num')::int,
+  current_setting('server_version'),
   (SELECT json_object_agg(name, reset_val)::text FROM pg_settings WHERE name = ANY(%(names)s::text[]))
 """
 _NAMES = [
-    *_TOO_SHORT_MS, "idle_session_timeout", "default_transaction_isolation", "default_transaction_read_only", "synchronous_commit",
-    "server_encoding", "autovacuum", "track_counts", "max_connections", "superuser_reserved_connections", "reserved_connections",
+    *_TOO_SHORT_MS, "idle_session_timeout", "default_transaction_isolation", "default_transaction_read_only",
+    "synchronous_commit", "server_encoding", "autovacuum", "track_counts", "max_connections",
+    "superuser_reserved_connections", "reserved_connections",
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Server:
-    """What the server says of itself and of our session; read once, before anything may rely on it."""
+    """What the server says of itself and of our session. The settings are those that a new session gets."""
 
-    def __init__(self, patient: Patient) -> None:
-        row = patient.session.execute(_SETTINGS, {"names": _NAMES})[0]
-        self.user, self.standby, self.number, self.version, text = row
-        self.settings: dict[str, str] = json.loads(text)
+    user: str
+    standby: bool
+    number: int
+    version: str
+    settings: dict[str, str]
+
+
+def _server(patient: Patient) -> Server:
+    user, standby, number, version, settings = patient.session.execute(_SETTINGS, {"names": _NAMES})[0]
+    return Server(user, standby, number, version, json.loads(settings))
 
 
 def server(patient: Patient) -> Finding:
     """Notes ``stop`` on a standby, where not even LISTEN is allowed."""
-    found, problems = Server(patient), []
+    found, problems = _server(patient), []
     if found.number < OLDEST_SERVER:
         told = f"this is PostgreSQL {found.version}"
         problems.append(Problem(Status.FAILURE, told, "dbqueue needs PostgreSQL 13 or newer"))
@@ -52,10 +67,11 @@ def server(patient: Patient) -> Finding:
 
 
 def session(patient: Patient) -> Finding:
-    """What the role, the database or the URL set for every session. The worker's turn is one implicit transaction and takes these."""
-    found = Server(patient)
+    """What the role, the database or the URL set for every session. A worker's turn, an implicit transaction, takes
+    these."""
+    found = _server(patient)
     settings, problems = found.settings, []
-    role = f"ALTER ROLE {privileges._quoted(found.user)} SET"
+    role = f"ALTER ROLE {privileges.quoted(found.user)} SET"
     if settings["default_transaction_read_only"] == "on":
         told = "default_transaction_read_only is on: nothing can be written"
         problems.append(Problem(Status.FAILURE, told, f"{role} default_transaction_read_only = off;"))
@@ -67,7 +83,7 @@ def session(patient: Patient) -> Finding:
         if 0 < (value := int(settings.get(name, 0))) < least:
             told = f"{name} is {value} ms, which ends statements that only had to wait for a moment"
             problems.append(Problem(Status.WARNING, told, f"{role} {name} = '{least / 1000:g}s'; or more"))
-    if 0 < (idle := int(settings.get("idle_session_timeout", 0))):
+    if (idle := int(settings.get("idle_session_timeout", 0))) > 0:
         told = f"idle_session_timeout is {idle} ms: it ends the connections on which idle workers listen"
         problems.append(Problem(Status.WARNING, told, f"{role} idle_session_timeout = 0;"))
     if settings["synchronous_commit"] == "off":
@@ -78,33 +94,29 @@ def session(patient: Patient) -> Finding:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
-_OPTIONAL = ("option", "trigger")
-
 
 def tables(patient: Patient) -> Finding:
-    return drift(_differences(patient))
-
-
-def indexes(patient: Patient) -> Finding:
-    names = patient.database.dialect.names
-    invalid = patient.session.execute(_INVALID, {"schema": names.schema, "prefix": names.prefix})
-    problems = [
-        Problem(
-            Status.FAILURE if wanted else Status.WARNING,
-            f"index {index} is not valid: building it failed, and nobody uses it",
-            f'REINDEX INDEX CONCURRENTLY "{names.schema}"."{index}";' if wanted else f'DROP INDEX "{names.schema}"."{index}";',
-        )
-        for index, wanted in invalid
-    ]  # fmt: skip
-    return missing_indexes(_differences(patient), problems)
+    return schema.judged_tables(_differences(patient))
 
 
 # What a failed REINDEX CONCURRENTLY leaves behind is named _ccnew or _ccold.
 _INVALID = """
-SELECT i.indexrelid::regclass::text, c.relname !~ '_cc(new|old)\\d*$'
-FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_class t ON t.oid = i.indrelid JOIN pg_namespace n ON n.oid = t.relnamespace
-WHERE n.nspname = %(schema)s::text AND starts_with(t.relname::text, %(prefix)s::text) AND NOT (i.indisvalid AND i.indisready)
-""".replace("i.indexrelid::regclass::text", "c.relname::text")
+SELECT c.relname::text, c.relname !~ '_cc(new|old)[0-9]*$' FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid
+JOIN pg_class t ON t.oid = i.indrelid JOIN pg_namespace n ON n.oid = t.relnamespace
+WHERE n.nspname = %(schema)s::text AND t.relname = ANY(%(tables)s::text[])
+  AND NOT (i.indisvalid AND i.indisready) ORDER BY 1
+"""
+
+
+def indexes(patient: Patient) -> Finding:
+    problems, own = [], patient.database.dialect.names.schema
+    for index, wanted in patient.session.execute(_INVALID, _both(patient)):
+        told = f"index {index} is not valid: building it failed, and nobody uses it"
+        if wanted:
+            problems.append(Problem(Status.FAILURE, told, f'REINDEX INDEX CONCURRENTLY "{own}"."{index}";'))
+        else:
+            problems.append(Problem(Status.WARNING, told, f'DROP INDEX "{own}"."{index}";'))
+    return schema.judged_indexes(_differences(patient), problems)
 
 
 def _differences(patient: Patient) -> list[schema.Difference]:
@@ -113,34 +125,9 @@ def _differences(patient: Patient) -> list[schema.Difference]:
     return schema.compare(expected, found)
 
 
-def drift(differences: list[schema.Difference]) -> Finding:
-    """All but the indexes. An addition of somebody else's is a warning, unless our inserts must fail by it."""
-    problems = []
-    for difference in differences:
-        if difference.kind == "index":
-            continue
-        found = difference.found
-        strange = difference.expected is None and found is not None
-        breaks = strange and found is not None and found.kind == "column" and "NOT NULL" in found.definition
-        harmless = difference.kind in _OPTIONAL or (strange and not (breaks and "DEFAULT" not in str(found)))
-        status = Status.WARNING if harmless else Status.FAILURE
-        remedy = "undo the change by hand; the tables belong to `dbqueue migrate` alone"
-        problems.append(Problem(status, difference.sentence, remedy))
-    return verdict("tables", problems, "columns, constraints and views are what the migrations make")
-
-
-def missing_indexes(differences: list[schema.Difference], problems: list[Problem]) -> Finding:
-    """A further index of somebody else's costs time at most, a unique one may refuse our rows."""
-    for difference in differences:
-        if difference.kind != "index":
-            continue
-        if difference.expected is not None:
-            remedy = "make it again: `dbqueue migrate --sql` on an empty database prints its CREATE INDEX"
-            problems.append(Problem(Status.FAILURE, difference.sentence, remedy))
-        elif difference.found is not None and difference.found.definition.startswith("UNIQUE"):
-            remedy = f"DROP INDEX {difference.found.name}, if it was not meant"
-            problems.append(Problem(Status.WARNING, f"{difference.sentence} and may refuse jobs", remedy))
-    return verdict("indexes", problems, "every index is there")
+def _both(patient: Patient) -> dict[str, object]:
+    names = patient.database.dialect.names
+    return {"schema": names.schema, "tables": [names.prefix + "jobs", names.prefix + "finished"]}
 
 
 # -- vacuum ------------------------------------------------------------------------------------------------------------
@@ -148,23 +135,22 @@ def missing_indexes(differences: list[schema.Difference], problems: list[Problem
 _TABLES = """
 SELECT c.relname::text, s.n_live_tup, s.n_dead_tup, pg_table_size(c.oid),
   extract(epoch FROM clock_timestamp() - greatest(s.last_autovacuum, s.last_vacuum))::float8,
-  COALESCE((SELECT option_value::bool FROM pg_options_to_table(c.reloptions) WHERE option_name = 'autovacuum_enabled'), true)
+  COALESCE((SELECT option_value::bool FROM pg_options_to_table(c.reloptions)
+    WHERE option_name = 'autovacuum_enabled'), true)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace LEFT JOIN pg_stat_all_tables s ON s.relid = c.oid
 WHERE n.nspname = %(schema)s::text AND c.relname = ANY(%(tables)s::text[]) ORDER BY c.relname DESC
 """
 
 
 def _tables(patient: Patient) -> list[tuple[str, int, int, int, float | None, bool]]:
-    names = patient.database.dialect.names
-    params = {"schema": names.schema, "tables": [names.prefix + "jobs", names.prefix + "finished"]}
     return [
         (name, live or 0, dead or 0, size, age, on)
-        for name, live, dead, size, age, on in patient.session.execute(_TABLES, params)
+        for name, live, dead, size, age, on in patient.session.execute(_TABLES, _both(patient))
     ]
 
 
 def autovacuum(patient: Patient) -> Finding:
-    settings, problems = Server(patient).settings, []
+    settings, problems = _server(patient).settings, []
     for name in ("autovacuum", "track_counts"):
         if settings[name] != "on":
             told = f"{name} is off: dead rows stay, and every claim becomes slower"
@@ -190,25 +176,28 @@ def dead_rows(patient: Patient) -> Finding:
 
 # A transaction without a snapshot holds vacuum back, too, as soon as it has written: by its own id.
 _HOLDERS = """
-SELECT 'session ' || pid || ' of ' || COALESCE(usename, '?') || COALESCE(' (' || NULLIF(application_name, '') || ')', '')
+SELECT 'session ' || pid || ' of ' || COALESCE(usename, '?')
+    || COALESCE(' (' || NULLIF(application_name, '') || ')', '')
     || COALESCE(', ' || state, ''), extract(epoch FROM clock_timestamp() - xact_start)::float8,
   greatest(age(backend_xmin), age(backend_xid)), 'SELECT pg_terminate_backend(' || pid || ');'
 FROM pg_stat_activity
 WHERE pid <> pg_backend_pid() AND (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL)
   AND (datname = current_database() OR datname IS NULL) AND COALESCE(backend_type, '') <> 'autovacuum worker'
 UNION ALL
-SELECT 'prepared transaction ' || quote_literal(gid) || ' of ' || owner, extract(epoch FROM clock_timestamp() - prepared)::float8,
+SELECT 'prepared transaction ' || quote_literal(gid) || ' of ' || owner,
+  extract(epoch FROM clock_timestamp() - prepared)::float8,
   age(transaction), 'COMMIT PREPARED ' || quote_literal(gid) || '; or ROLLBACK PREPARED'
 FROM pg_prepared_xacts WHERE database = current_database()
 UNION ALL
 SELECT 'replication slot ' || slot_name || CASE WHEN active THEN '' ELSE ', which nobody uses,' END,
-  CASE WHEN active THEN NULL ELSE 'Infinity'::float8 END, age(xmin), 'SELECT pg_drop_replication_slot(' || quote_literal(slot_name) || ');'
+  CASE WHEN active THEN NULL ELSE 'Infinity'::float8 END, age(xmin),
+  'SELECT pg_drop_replication_slot(' || quote_literal(slot_name) || ');'
 FROM pg_replication_slots WHERE xmin IS NOT NULL
 """
 
 
 def snapshots(patient: Patient) -> Finding:
-    """Whatever keeps dead rows from being removed: open transactions, prepared ones, replication slots with feedback."""
+    """Whatever keeps dead rows from being removed: open and prepared transactions, replication slots with feedback."""
     problems = []
     for who, seconds, xids, remedy in patient.session.execute(_HOLDERS):
         if (seconds or 0.0) >= HELD_S or (xids or 0) >= HELD_XIDS:
@@ -229,8 +218,9 @@ FROM pg_roles r, pg_database d WHERE r.rolname = current_user AND d.datname = cu
 
 
 def connections(patient: Patient) -> Finding:
-    """The smallest room that is left, against what one worker may take: the pool of D18, the loop's own, the listening one."""
-    settings = Server(patient).settings
+    """The smallest room that is left, against what one worker may take: the pool of D18, the loop's own, the listening
+    one."""
+    settings = _server(patient).settings
     used, role_limit, superuser, of_role, database_limit, of_database = patient.session.execute(_CONNECTIONS)[0]
     reserved = int(settings["superuser_reserved_connections"]) + int(settings.get("reserved_connections", 0))
     most = int(settings["max_connections"])
@@ -244,7 +234,9 @@ def connections(patient: Patient) -> Finding:
     workers = patient.queue.settings.workers
     needed = workers + 2 + int(patient.database.notify)
     if room >= needed:
-        return Finding("connections", Status.OK, f"{told}: room for {room}, a worker with {workers} slots takes {needed}")
+        return Finding(
+            "connections", Status.OK, f"{told}: room for {room}, a worker with {workers} slots takes {needed}"
+        )
     return Finding(
         "connections", Status.WARNING,
         f"{told}: room for {max(0, room)} more, but a worker with {workers} slots may take {needed}",

@@ -1,4 +1,5 @@
-"""Who may do what: the fewest rights on PostgreSQL with which each kind of program works, and what the connection's user lacks of them.
+"""Who may do what: the fewest rights on PostgreSQL with which each kind of program works, and what the connection's
+user lacks of them.
 
 docs/operations.md prints ``grants`` word for word, and a test takes each single right away and sees its role fail.
 """
@@ -65,31 +66,34 @@ def grants(rights: tuple[Right, ...], names: Names, grantee: str) -> Iterator[st
 
 
 _RELATIONS = """
-SELECT c.relname::text, has_schema_privilege(n.oid, 'USAGE') FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+SELECT c.relname::text, has_schema_privilege(n.oid, 'USAGE')
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s::text AND c.relname = ANY(%(tables)s::text[])
 """
 _HELD = """
 SELECT r.n, CASE WHEN cardinality(r.columns) = 0 THEN has_table_privilege(c.oid, r.verb)
   ELSE (SELECT bool_and(has_column_privilege(c.oid, a.name, r.verb)) FROM unnest(r.columns) a(name)) END
 FROM (SELECT n, verb, relation, COALESCE(string_to_array(NULLIF(columns, ''), ','), '{}') AS columns
-  FROM unnest(%(numbers)s::int[], %(verbs)s::text[], %(relations)s::text[], %(columns)s::text[]) u(n, verb, relation, columns)) r
+  FROM unnest(%(numbers)s::int[], %(verbs)s::text[], %(relations)s::text[], %(columns)s::text[])
+    u(n, verb, relation, columns)) r
 JOIN pg_class c ON c.relname = r.relation JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s::text
 """
 
 
 def check(patient: Patient) -> Finding:
-    """Asks the catalogs only, so that it can also tell why a user may not even look. Notes ``stop`` then. Raises SchemaMissing."""
+    """Asks the catalogs only, so that it can also tell why a user may not even look. Notes ``stop`` then. Raises
+    SchemaMissing."""
     names, rights = patient.database.dialect.names, ROLES[patient.role or EVERYTHING]
     tables = {right.table: names.prefix + right.table for right in rights}
     relations = {"schema": names.schema, "tables": list(tables.values())}
-    found = dict(patient.session.execute(_RELATIONS, relations))
+    found: dict[str, bool] = {row[0]: row[1] for row in patient.session.execute(_RELATIONS, relations)}
     if names.prefix + "migrations" not in found:
         raise SchemaMissing("dbqueue's tables are not in this database: run `dbqueue migrate`")
     user = patient.session.execute("SELECT current_user::text")[0][0]
     problems = []
     if not all(found.values()):
         told = f"user {user!r} may not use the schema {names.schema!r}"
-        problems.append(Problem(Status.FAILURE, told, f"GRANT USAGE ON SCHEMA {names.schema} TO {_quoted(user)};"))
+        problems.append(Problem(Status.FAILURE, told, f"GRANT USAGE ON SCHEMA {names.schema} TO {quoted(user)};"))
     params = {
         "schema": names.schema,
         "numbers": list(range(len(rights))),
@@ -97,11 +101,13 @@ def check(patient: Patient) -> Finding:
         "relations": [tables[right.table] for right in rights],
         "columns": [",".join(right.columns) for right in rights],
     }
-    held = dict(patient.session.execute(_HELD, params))
-    lacking = tuple(right for number, right in enumerate(rights) if not held.get(number, True))  # or there is no such table
+    held: dict[int, bool] = {row[0]: row[1] for row in patient.session.execute(_HELD, params)}
+    lacking = tuple(
+        right for number, right in enumerate(rights) if not held.get(number, True)
+    )  # or there is no such table
     if lacking:
         told = ", ".join(f"{right.verb} on {tables[right.table]}" for right in lacking)
-        remedy = " ".join(grants(lacking, names, _quoted(user)))
+        remedy = " ".join(grants(lacking, names, quoted(user)))
         as_role = f" as a {patient.role}" if patient.role else ""
         problems.append(Problem(Status.FAILURE, f"user {user!r} lacks{as_role}: {told}", remedy))
     if not all(found.values()) or any(right in lacking for right in _LOOK):
@@ -110,5 +116,5 @@ def check(patient: Patient) -> Finding:
     return verdict("privileges", problems, f"user {user!r} may do {may}")
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'

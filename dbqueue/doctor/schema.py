@@ -1,16 +1,19 @@
 """Whether the live tables are what the migrations make: nothing dropped, added or changed by hand.
 
-Both sides are flattened into items (a table, a column, an index ...), and the two sets compared. Constraints and indexes are told apart
-by what they say and not by their names: one that was built anew under another name serves as well. What the migrations make is, on
-SQLite, found by running them in memory. No such place exists on a server, and the doctor must not create tables there: so for
-PostgreSQL a description is shipped beside the migrations (``schema.txt``; a test keeps it true).
+Both sides are flattened into items (a table, a column, an index ...), and the two sets compared. Constraints and
+indexes are told apart by what they say and not by their names: one that was built anew under another name serves as
+well. What the migrations make is, on SQLite, found by running them in memory. No such place exists on a server, and the
+doctor must not create tables there: so for PostgreSQL a description is shipped beside the migrations (``schema.txt``; a
+test keeps it true).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from importlib.resources import files
 from typing import NamedTuple
+
+from dbqueue.doctor.check import Finding, Problem, Status, verdict
 
 WHOLE = ("table", "view")
 BY_DEFINITION = ("constraint", "index")
@@ -68,6 +71,39 @@ def _without_equals(items: Collection[Item], others: Collection[Item]) -> list[I
 
 def _identity(item: Item) -> tuple[str, ...]:
     return (item.kind, item.table, item.definition) if item.kind in BY_DEFINITION else item
+
+
+def judged_tables(differences: Iterable[Difference]) -> Finding:
+    """All but the indexes."""
+    remedy = "undo the change by hand; the tables belong to `dbqueue migrate` alone"
+    problems = [Problem(_weight(d), d.sentence, remedy) for d in differences if d.kind != "index"]
+    return verdict("tables", problems, "columns, constraints and views are what the migrations make")
+
+
+def _weight(difference: Difference) -> Status:
+    """An addition of somebody else's is a warning, unless every insert of ours must fail by it."""
+    if difference.kind in ("option", "trigger"):
+        return Status.WARNING
+    if difference.expected is None and difference.found is not None:
+        definition = difference.found.definition
+        fails = difference.kind == "column" and "NOT NULL" in definition and "DEFAULT" not in definition
+        return Status.FAILURE if fails else Status.WARNING
+    return Status.FAILURE
+
+
+def judged_indexes(differences: Iterable[Difference], problems: Sequence[Problem] = ()) -> Finding:
+    """A further index of somebody else's costs time at most; a unique one may refuse our rows."""
+    found = list(problems)
+    for difference in differences:
+        if difference.kind != "index":
+            continue
+        if difference.expected is not None:
+            remedy = "make it again: `dbqueue migrate --sql` for an empty database prints its CREATE INDEX"
+            found.append(Problem(Status.FAILURE, difference.sentence, remedy))
+        elif difference.found is not None and difference.found.definition.startswith("UNIQUE"):
+            remedy = f"DROP INDEX {difference.found.name}, if it was not meant"
+            found.append(Problem(Status.WARNING, f"{difference.sentence} and may refuse jobs", remedy))
+    return verdict("indexes", found, "every index is there")
 
 
 def to_text(items: Iterable[Item]) -> str:

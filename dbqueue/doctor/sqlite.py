@@ -1,4 +1,6 @@
-"""What can be wrong with an SQLite file: where it lies, who may write there, its write-ahead log, and its empty pages."""
+"""What can be wrong with an SQLite file: where it lies, who may write there, its write-ahead log, and its empty
+pages.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from pathlib import Path
 from dbqueue.database.sqlite import Sqlite, SqliteSession
 from dbqueue.doctor import catalog, schema
 from dbqueue.doctor.check import Check, Finding, Patient, Problem, Status, verdict
-from dbqueue.doctor.postgres import drift, missing_indexes
-from dbqueue.errors import ConfigError, DatabaseError
+from dbqueue.errors import ConfigError, DatabaseError, SchemaMissing
 
 OLDEST_SQLITE = (3, 24, 0)
 """ON CONFLICT ... DO NOTHING."""
@@ -23,12 +24,17 @@ LOCK_PATIENCE = 2.0
 """Seconds that a healthy system never holds the write lock for."""
 
 MOUNTS = Path("/proc/mounts")
-NETWORK = frozenset(
-    "9p afs afpfs beegfs ceph cifs davfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs prl_fs smb2 smb3 smbfs vboxsf virtiofs "
-    "vmhgfs fuse.ceph fuse.davfs2 fuse.gcsfuse fuse.glusterfs fuse.grpcfuse fuse.juicefs fuse.mergerfs fuse.mfs fuse.osxfs fuse.rclone "
-    "fuse.s3fs fuse.sshfs fuse.vmhgfs-fuse fuse.blobfuse2 fuse.goofys fuse.mount-s3".split()
-)
-"""File systems on which the locks or the shared memory of write-ahead logging do not hold, or only for one of the machines."""
+NETWORK = frozenset((
+    "9p", "afpfs", "afs", "beegfs", "ceph", "cifs", "davfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+    "orangefs", "smb2", "smb3", "smbfs", "fuse.blobfuse2", "fuse.ceph", "fuse.davfs2", "fuse.gcsfuse", "fuse.glusterfs",
+    "fuse.goofys", "fuse.juicefs", "fuse.mfs", "fuse.mount-s3", "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
+))  # fmt: skip
+"""File systems on which locks or shared memory, which write-ahead logging needs, do not hold."""
+SHARED = frozenset((
+    "gfs2", "ocfs2", "prl_fs", "vboxsf", "virtiofs", "vmhgfs", "fuse.grpcfuse", "fuse.mergerfs", "fuse.osxfs",
+    "fuse.vmhgfs-fuse",
+))  # fmt: skip
+"""Shared with a host or a cluster: they hold among the programs of one side only."""
 
 
 def library(_: Patient) -> Finding:
@@ -40,16 +46,23 @@ def library(_: Patient) -> Finding:
 
 
 def file(patient: Patient) -> Finding:
-    """SQLite writes beside the file, too: its log and shared memory. Notes ``stop`` where it could not."""
+    """SQLite writes beside the file, too: its log and shared memory. Notes ``stop`` where it could not. Raises
+    SchemaMissing."""
     path = os.path.realpath(_dialect(patient).path)
+    if not os.path.exists(path):  # to connect would make it
+        raise SchemaMissing("the SQLite file of this queue does not exist yet: run `dbqueue migrate`")
     folder = os.path.dirname(path)
     problems = []
     for place in (folder, path, f"{path}-wal", f"{path}-shm"):
-        if os.path.exists(place) and not os.access(place, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        if os.path.exists(place) and not os.access(
+            place, os.W_OK, effective_ids=os.access in os.supports_effective_ids
+        ):
             patient.notes.add("stop")
             what = "the folder" if place == folder else "the file"
             told = f"this user (uid {os.geteuid()}) may not write to {what} {place}"
-            remedy = f"chown or chmod it: everybody who works here needs the file, {path}-wal, {path}-shm and the folder"
+            remedy = (
+                f"chown or chmod it: everybody who works here needs the file, {path}-wal, {path}-shm and the folder"
+            )
             problems.append(Problem(Status.FAILURE, told, remedy))
     owners = {os.stat(f"{path}{suffix}").st_uid for suffix in ("", "-wal", "-shm") if os.path.exists(f"{path}{suffix}")}
     if len(owners) > 1:
@@ -70,11 +83,17 @@ def file_system(patient: Patient) -> Finding:
     if kind in NETWORK:
         told = f"the file lies on {kind}: its locks do not hold between machines, and the file may be destroyed"
         return Finding("file_system", Status.FAILURE, told, "put the file on a local disk, or use PostgreSQL")
+    if kind in SHARED:
+        told = f"the file lies on {kind}, which other machines may see too: its locks do not hold for them"
+        return Finding(
+            "file_system", Status.WARNING, told, "let nobody but this machine use it, or put it on a local disk"
+        )
     return Finding("file_system", Status.OK, f"the file lies on {kind or 'an unknown file system'}")
 
 
 def file_system_of(path: str, mounts: str) -> str | None:
-    """The kind of the file system, by the text of /proc/mounts: the longest mount point above ``path``, and of equals the last."""
+    """The kind of the file system, by the text of /proc/mounts: the longest mount point above ``path``, of equals
+    the last."""
     best, kind = -1, None
     for line in mounts.splitlines():
         fields = line.split(" ")
@@ -100,11 +119,11 @@ def journal(patient: Patient) -> Finding:
 
 
 def tables(patient: Patient) -> Finding:
-    return drift(_differences(patient))
+    return schema.judged_tables(_differences(patient))
 
 
 def indexes(patient: Patient) -> Finding:
-    return missing_indexes(_differences(patient), [])
+    return schema.judged_indexes(_differences(patient))
 
 
 def _differences(patient: Patient) -> list[schema.Difference]:
@@ -124,7 +143,9 @@ def write_lock(patient: Patient) -> Finding:
         remedy = "find the program that keeps a transaction open on this file (`fuser -v FILE`), and let it commit"
         return Finding("write_lock", Status.WARNING, told, remedy)
     patient.session.rollback()
-    return Finding("write_lock", Status.OK, f"the write lock was free within {(time.monotonic() - began) * 1000:.0f} ms")
+    return Finding(
+        "write_lock", Status.OK, f"the write lock was free within {(time.monotonic() - began) * 1000:.0f} ms"
+    )
 
 
 def wal(patient: Patient) -> Finding:
@@ -132,9 +153,9 @@ def wal(patient: Patient) -> Finding:
     size = os.path.getsize(path) if os.path.exists(path) else 0
     if size <= LARGE_WAL:
         return Finding("wal", Status.OK, f"the write-ahead log has {size / 2**20:.1f} MB")
-    busy, *_ = patient.session.execute("PRAGMA wal_checkpoint(PASSIVE)")[0]
-    pages, done = patient.session.execute("PRAGMA wal_checkpoint(PASSIVE)")[0][1:]
-    held = busy or done < pages
+    # It waits for nobody, and does what the next commit would do anyway.
+    _, pages, done = patient.session.execute("PRAGMA wal_checkpoint(PASSIVE)")[0]
+    held = done < pages
     told = f"the write-ahead log has {size / 2**20:.0f} MB" + (
         f", and {pages - done} pages cannot be taken over: a reader keeps its transaction open" if held else ""
     )

@@ -35,6 +35,8 @@ class Connection:
         """Jobs may have been written that nobody rang for: look for them."""
         self._trouble_since: float | None = None
         self._tries = 0
+        self.answered_at = 0.0
+        """When the database last answered."""
         self._connect_at = 0.0
         self._release_at = NEVER
         self._listen_at = 0.0 if listen else NEVER
@@ -54,6 +56,7 @@ class Connection:
         """The first connection. Raises: a worker whose database is not there at its start says so and ends."""
         self.session = self._database.open_session()
         self._database.ready(self.session)
+        self.worked()
 
     def ready(self, known: Callable[[], list[bytes]]) -> bool:
         """Whether there is a session to work on; makes it when it is time to try. ``known``: ids of the claims that this worker
@@ -94,8 +97,8 @@ class Connection:
             return self._dialect.release_unknown(self.session, self._worker, known())
 
     def worked(self) -> None:
-        """A turn went through: the next trouble is a new one."""
-        self._tries = 0
+        """The database answered: the next trouble is a new one."""
+        self._tries, self.answered_at = 0, time.monotonic()
 
     def lost(self, error: QueueError) -> None:
         """Closes what is left and plans the next try."""

@@ -1,8 +1,10 @@
-"""A small file that says that a worker is alive, for a supervisor that can run a command but has no port to ask (``dbqueue health``).
+"""A small file that says that a worker is alive, for a supervisor that can run a command but has no port to ask
+(``dbqueue health``).
 
-The worker's loop writes it once a second as long as two things are true: the loop comes round, and the database has answered it a
-moment ago. So it grows old when the process is stopped or stuck, when a turn hangs, and when the database is away; it is gone when
-the worker has ended as it should. Times in it are this machine's, for a reader on this machine; no lease depends on them.
+The worker's loop writes it once a second as long as two things are true: the loop comes round, and the database has
+answered it a moment ago. So it grows old when the process is stopped or stuck, when a turn hangs, and when the database
+is away; it is gone when the worker has ended as it should. Times in it are this machine's, for a reader on this
+machine; no lease depends on them.
 
 Imports nothing but the standard library and errors: a probe runs every few seconds, and must not take one to start.
 """
@@ -22,7 +24,8 @@ log = logging.getLogger("dbqueue")
 
 EVERY = 1.0
 SILENCE = 10.0
-"""Seconds without an answer of the database, or three polls if that is more, after which the file is left to grow old."""
+"""Seconds without an answer of the database, or three polls if that is more, after which the file is left to grow
+old."""
 FUTURE = 5.0
 """A file from the future was written before the clock stepped back: it proves nothing, once it is more than this."""
 NEVER = float("inf")
@@ -39,10 +42,13 @@ class Health:
         if path is not None:
             folder = os.path.dirname(os.path.abspath(path))
             if not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(path):
-                raise ConfigError(f"the health file {path} cannot be written: name a file in a folder that this user may write to")
+                raise ConfigError(
+                    f"the health file {path} cannot be written: name a file in a folder that this user may write to"
+                )
 
     def beat(self, running: int, connected: bool, answered_at: float, *, stopping: bool) -> None:
-        """``answered_at`` is of time.monotonic(). A worker that stops asks the database for little, so then a connection is enough."""
+        """``answered_at`` is of time.monotonic(). A worker that stops asks the database little: then a connection is
+        enough."""
         now = time.monotonic()
         if self._path is None or now < self.next_at:
             return
@@ -50,8 +56,8 @@ class Health:
         if connected and (stopping or now - answered_at <= self._silence):
             wall = time.time()
             self._write({
-                "pid": os.getpid(), "worker": self._worker, "time": round(wall, 3), "running": running, "connected": connected,
-                "last_turn": round(wall - (now - answered_at), 3),
+                "pid": os.getpid(), "worker": self._worker, "time": round(wall, 3), "running": running,
+                "connected": connected, "last_turn": round(wall - (now - answered_at), 3),
             })  # fmt: skip
 
     def _write(self, content: dict[str, object]) -> None:
@@ -98,7 +104,7 @@ def pulse(path: str, max_age: float) -> Pulse:
         return Pulse(False, f"{path} cannot be read as a health file ({type(error).__name__})")
     if age < -FUTURE:
         return Pulse(False, f"{who}: its last sign of life is {-age:.0f} s in the future; the clock was set back since")
-    if age > max_age:
+    if not age <= max_age:
         told = "it is stuck or gone, or its database does not answer"
         return Pulse(False, f"{who}: its last sign of life is {age:.0f} s old; {told}")
     return Pulse(True, f"{who} was alive {max(0.0, age):.1f} s ago, {running} running")

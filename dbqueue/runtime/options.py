@@ -24,6 +24,8 @@ class WorkerOptions:
     """Ends after this many jobs were claimed and settled."""
     shutdown: float = 30.0
     """How long running jobs may take to end after a stop was asked for."""
+    health_file: str | None = None
+    """Written once a second while the loop comes round and the database answers; see ``health``."""
 
     def check(self) -> None:
         """Raises ConfigError, InvalidName."""

@@ -13,7 +13,8 @@ so that the loop goes on renewing leases while the API drains. A signal handler 
 
 What can fail, and what then happens: an API or a worker that ends by an exception is logged with its traceback, the
 other root is stopped in the same order, and the exit code is 1. The second signal cuts every wait short. A root that
-ignores that is left on its daemon thread, which ends with the process."""
+ignores that is left on its daemon thread, which ends with the process.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,7 @@ class Api(Protocol):
         """Listens, and returns when it was closed and has answered what it had accepted."""
 
     def close(self) -> None:
-        """Closes the listener and drains. It may be called as soon as ``serve`` was, and may return before or after
-        it."""
+        """Closes the listener and drains. It may be called as soon as ``serve`` was."""
 
 
 class Runtime:

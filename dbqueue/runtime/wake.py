@@ -35,7 +35,6 @@ class Wake:
     def wait(self, seconds: float, sleeper: Sleeper | None) -> bool:
         """Returns whether the database had news. Raises the driver's error when the listening connection is gone."""
         until = time.monotonic() + min(max(0.0, seconds), LONGEST)
-        interval = None if sleeper is None else sleeper.interval
         with Selector() as selector:
             selector.register(self._reader, selectors.EVENT_READ)
             number = None if sleeper is None else sleeper.fileno()
@@ -43,6 +42,7 @@ class Wake:
                 selector.register(number, selectors.EVENT_READ)
             while True:
                 left = max(0.0, until - time.monotonic())
+                interval = None if sleeper is None else sleeper.interval
                 ready = [key.fd for key, _ in selector.select(left if interval is None else min(left, interval))]
                 if self._reader.fileno() in ready:
                     self._drain()

@@ -32,6 +32,7 @@ from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff
 from dbqueue.runtime.claims import Claims
 from dbqueue.runtime.connection import Connection
+from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
 from dbqueue.runtime.options import WorkerOptions
 from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, released
@@ -76,6 +77,7 @@ class Worker:
         self.database.grow_pool(size + 1)
         # A name is used once: rows that another process claimed, or an earlier life, must never be taken for our own.
         self.name = ids.worker_id(self.options.name or socket.gethostname())
+        self.health = Health(self.options.health_file, self.name, self.poll)
         self.wake = Wake()
         self.slots = ThreadSlots(size, self.wake.ring)
         self.connection = Connection(
@@ -166,6 +168,12 @@ class Worker:
                 self._busy_pause = min(self._busy_pause * 2, BUSY_MOST)
             except QueueError as error:
                 self._refused(error)
+        self.health.beat(
+            len(self.claims),
+            self.connection.session is not None,
+            self.connection.answered_at,
+            stopping=self.stopping.begun,
+        )
         return self._pause()
 
     def _wait(self, seconds: float) -> None:
@@ -196,7 +204,8 @@ class Worker:
             if self._capacity:
                 times.append(self._claim_after if self._backlog else max(self._claim_at, self._claim_after))
         next_at = max(min(times), self._turn_after) if connected else times[0]
-        return max(0.0, min(next_at, self.connection.next_at, self.stopping.next_at) - time.monotonic())
+        next_at = min(next_at, self.connection.next_at, self.stopping.next_at, self.health.next_at)
+        return max(0.0, next_at - time.monotonic())
 
     def _end(self, reason: str) -> None:
         self.stopping.begin(reason, self.options.shutdown)
@@ -373,6 +382,7 @@ class Worker:
         else:
             if found is not None:
                 self._went_well("upkeep")
+                self.connection.worked()
             if found:
                 self._backlog, self._drained = True, False
 
@@ -393,6 +403,7 @@ class Worker:
     def _close(self) -> None:
         """Threads first, so that no handler meets closed connections; then the connections. A thread that was abandoned is not
         waited for: its job may be running elsewhere already, and the sooner this process ends, the better."""
+        self.health.close()
         self.claims.cancel()
         self.slots.close(0.1 if self.slots.busy else 1.0)
         self.connection.close()

@@ -10,7 +10,8 @@ Nothing is faked but what the test itself replaces: the database is SQLite in a 
 production worker. No fixture is needed, but with pytest there is one: ``dbqueue_case(queue)``. See docs/testing.md.
 
 Like ``dbqueue`` itself, this package loads what is asked for, and then: pytest imports its plugin in every program's
-tests."""
+tests.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

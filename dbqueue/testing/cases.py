@@ -4,7 +4,8 @@ While it is open the queue leads to a new SQLite file, migrated, with the greate
 the lease rule) and a clock that only the test moves. Targets need no change: what was declared at import time, on
 whatever URL, writes there. What the code says beside the URL (retry_base, workers, prefix ...) holds; what the machine
 says (DBQUEUE_* variables, dbqueue.toml) does not. When the case ends its processes are killed, its fakes are gone, and
-the queue is what it was."""
+the queue is what it was.
+"""
 
 from __future__ import annotations
 

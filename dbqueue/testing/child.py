@@ -1,5 +1,6 @@
 """``python -m dbqueue.testing.child CLOCK SETTINGS APP OPTION...``: the command ``dbqueue worker -A APP OPTION...``,
-with the queue of APP bound to a case's database and clock first. Started by ``process`` only."""
+with the queue of APP bound to a case's database and clock first. Started by ``process`` only.
+"""
 
 from __future__ import annotations
 

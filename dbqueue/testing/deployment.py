@@ -1,5 +1,6 @@
 """The developer's machine is no part of a test: while a case is open, DBQUEUE_* variables and dbqueue.toml do not exist
-(D21)."""
+(D21).
+"""
 
 from __future__ import annotations
 

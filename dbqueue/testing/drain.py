@@ -2,7 +2,8 @@
 
 Jobs go through the production claim, dispatch and finish; handlers run in the worker's slot threads, as they do in
 production, so thread-locals of the test are not theirs. The kit only notes what a handler raised, which a worker
-otherwise logs and forgets."""
+otherwise logs and forgets.
+"""
 
 from __future__ import annotations
 
@@ -143,8 +144,8 @@ def _check_transactions(queue: DBQueue) -> None:
             session.rollback()
     except DatabaseBusy:
         raise NotSupported(
-            "drain(): an open transaction of the test holds the write lock of the case's database, and the worker would "
-            "wait for it for ever; commit it or roll it back first"
+            "drain(): an open transaction of the test holds the write lock of the case's database, and the worker "
+            "would wait for it for ever; commit it or roll it back first"
         ) from None
 
 

@@ -1,5 +1,6 @@
 """The pytest plugin: one fixture. It is active wherever celery-dbqueue is installed, so nothing is loaded before a test
-asks for it."""
+asks for it.
+"""
 
 from __future__ import annotations
 

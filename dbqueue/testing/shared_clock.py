@@ -1,5 +1,6 @@
 """One time for all processes of a case: the clock's offset lies in eight bytes of a file that they all map into
-memory."""
+memory.
+"""
 
 from __future__ import annotations
 

@@ -93,7 +93,11 @@ def test_enqueue_writes_what_it_was_given(db: Database, many: bool) -> None:
 @pytest.mark.parametrize("many", [False, True])
 def test_when_a_job_is_due(db: Database, many: bool) -> None:
     here = now(db)
-    cases = [({"delay": MINUTE}, MINUTE, False), ({"run_at": here + MINUTE}, None, False), ({"run_at": here - MINUTE}, None, True)]
+    cases = [
+        ({"delay": MINUTE}, MINUTE, False),
+        ({"run_at": here + MINUTE}, None, False),
+        ({"run_at": here - MINUTE}, None, True),
+    ]
     for when, delay, ready in cases:
         job = new_job(**when)
         db.run(lambda s, job=job: db.dialect.enqueue_many(s, [job]) if many else db.dialect.enqueue(s, job))  # type: ignore[misc]
@@ -318,7 +322,9 @@ CRASHED = {"error_kind": "crashed", "error_summary": None, "lapses": 3, "token":
 
 @pytest.mark.req("D7", "D12")
 @pytest.mark.parametrize(("on_crash", "attempt", "state"), [(0, 6, 0), (1, 1, 3), (1, 7, 3)])
-def test_expire_of_a_job_that_goes_on(db: Database, session: OwnSession, on_crash: int, attempt: int, state: int) -> None:
+def test_expire_of_a_job_that_goes_on(
+    db: Database, session: OwnSession, on_crash: int, attempt: int, state: int
+) -> None:
     job = make(db, State.RUNNING, **FULL, on_crash=on_crash, attempt=attempt)
     db.clock.advance(61)
     at = Between(db)

@@ -27,7 +27,7 @@ from dbqueue.clock import SECOND
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import ClaimRequest, Enqueued, Fact, Held, Settlement, Turn
-from dbqueue.ids import new_id, new_token
+from dbqueue.ids import new_token
 from dbqueue.states import KEY_HOLDERS, Kind, OnCrash, State, allowed
 from tests.factory import Rows, clear, new_job, now, rows
 from tests.waiting import wait_for
@@ -138,7 +138,14 @@ class QueueMachine(RuleBasedStateMachine):
         many=st.booleans(),
     )
     def enqueue(
-        self, queue: str, priority: int, keys: list[str | None], delay: int, max_attempts: int, on_crash: OnCrash, many: bool
+        self,
+        queue: str,
+        priority: int,
+        keys: list[str | None],
+        delay: int,
+        max_attempts: int,
+        on_crash: OnCrash,
+        many: bool,
     ) -> None:
         common: dict[str, Any] = {
             "queue": queue, "priority": priority, "delay": delay, "max_attempts": max_attempts, "on_crash": on_crash,
@@ -201,7 +208,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _owns(self, claim: Claim) -> bool:
         job = self.model.get(claim.id)
-        return job is not None and job.state is State.RUNNING and job.token == claim.token and job.lease_until > self.clock
+        return (
+            job is not None and job.state is State.RUNNING and job.token == claim.token and job.lease_until > self.clock
+        )
 
     def _draw_claims(self, data: st.DataObject) -> list[Claim]:
         """Live ones as a rule, and any that ever was."""
@@ -270,7 +279,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.sessions[worker] = self.db.open_session()
         kept = [claim.id for claim in self._draw_claims(data)]
         name = f"worker {worker}"
-        lost = [id_ for id_, row in self.seen.jobs.items() if (row["worker"], row["state"]) == (name, State.RUNNING) and id_ not in kept]
+        lost = [
+            id_
+            for id_, row in self.seen.jobs.items()
+            if (row["worker"], row["state"]) == (name, State.RUNNING) and id_ not in kept
+        ]
         assert self.dialect.release_unknown(self.sessions[worker], name, kept) == len(lost)
         for job_id in lost:
             job = self.touch(self.model[job_id])
@@ -325,9 +338,11 @@ class QueueMachine(RuleBasedStateMachine):
             self.prune()
             return
         fitting = [job.id for job in self.model.values() if allowed(verb, job.state)]
-        job_id = data.draw(st.sampled_from(fitting if fitting and data.draw(st.booleans()) else self.ids))
+        job_id: bytes = data.draw(st.sampled_from((data.draw(st.booleans()) and fitting) or self.ids))
         if verb == "resolve":
-            self.resolve(job_id, data.draw(st.sampled_from([State.SUCCEEDED, State.DISCARDED])), data.draw(st.booleans()))
+            self.resolve(
+                job_id, data.draw(st.sampled_from([State.SUCCEEDED, State.DISCARDED])), data.draw(st.booleans())
+            )
         else:
             getattr(self, verb)(job_id)
 
@@ -344,7 +359,7 @@ class QueueMachine(RuleBasedStateMachine):
         job = self.model.get(job_id)
         answer = self.db.run(lambda session: self.dialect.retry(session, job_id))
         assert answer.found is (job and job.state)
-        if job is None or not (job.state is State.BLOCKED or job.state.finished and job.state is not State.DISCARDED):
+        if job is None or not allowed("retry", job.state):
             assert (answer.moved, answer.reason) == (False, None)
             return
         reason = "payload" if not job.payload else "key" if self.holder(job.key) else None

@@ -6,7 +6,7 @@ executor are tried by each way into the database: the plain verb, and the worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,7 @@ class Lab:
 
 
 @pytest.fixture
-def lab(db: Database, session: OwnSession) -> Iterator[Lab]:
+def lab(db: Database, session: OwnSession) -> Lab:
     return Lab(db, session)
 
 
@@ -267,7 +267,10 @@ def test_one_worker_that_holds_a_lost_and_a_new_claim_of_one_job_is_answered_for
     new = Job(taken.id, taken.token, old.row)
     renewals = [old.held, new.held]
     if route == "turn":
-        assert lab.db.dialect.turn(lab.session, Turn(renewals=renewals, lease=LEASE)).renewed == [Fact.LOST, Fact.RENEWED]
+        assert lab.db.dialect.turn(lab.session, Turn(renewals=renewals, lease=LEASE)).renewed == [
+            Fact.LOST,
+            Fact.RENEWED,
+        ]
     else:
         renewed = lab.db.run(lambda session: lab.db.dialect.renew(session, renewals, LEASE))
         assert renewed == [Fact.LOST, Fact.RENEWED]

@@ -178,13 +178,13 @@ def test_a_password_never_shows(
 
 def test_version_and_help(cli: Run) -> None:
     assert cli("--version") == (0, f"dbqueue {__version__}\n", "")
-    for command in ([], ["worker"], ["migrate"], ["queues"], ["jobs"]):
+    for command in ([], ["worker"], ["migrate"], ["queues"], ["jobs"], ["doctor"], ["health"]):
         code, out, _ = cli(*command, "--help")
         assert code == 0
         assert max(map(len, out.splitlines())) <= output.WIDTH
     for verb in ("list", "show", "retry", "cancel", "resolve", "purge"):
         assert f"\n  dbqueue jobs {verb} " in cli("jobs", verb, "-h").out, "help has an example"
-    for name in ("worker", "migrate", "queues"):
+    for name in ("worker", "migrate", "queues", "doctor", "health"):
         assert f"\n  dbqueue {name} " in cli(name, "-h").out
     for group in ([], ["jobs"]):  # an error since click 8.2
         assert "Usage: " in "".join(cli(*group)[1:])

@@ -20,8 +20,8 @@ import psycopg
 import pytest
 
 from dbqueue import DBQueue, doctor
-from dbqueue.clock import SECOND
 from dbqueue.cli import output
+from dbqueue.clock import SECOND
 from dbqueue.database import migrate
 from dbqueue.database.engine import Database
 from dbqueue.database.sqlite import Sqlite
@@ -217,7 +217,7 @@ DRIFT_ANYWHERE = [
         "DROP INDEX dbqueue_jobs_lease; CREATE INDEX dbqueue_jobs_lease ON dbqueue_jobs (lease_until)",
         "indexes", "failure", "index jobs_lease is ",
     ),
-    ("DROP INDEX dbqueue_jobs_task; CREATE INDEX renamed ON dbqueue_jobs (task_id) WHERE task_id IS NOT NULL", "", "", ""),
+    ("DROP INDEX dbqueue_jobs_task; CREATE INDEX mine ON dbqueue_jobs (task_id) WHERE task_id IS NOT NULL", "", "", ""),
     ("CREATE INDEX mine ON dbqueue_jobs (worker)", "", "", ""),
     ("CREATE UNIQUE INDEX mine ON dbqueue_jobs (queue)", "indexes", "warning", "index mine is not dbqueue's"),
     ("ALTER TABLE dbqueue_jobs ADD COLUMN note text", "tables", "warning", "column jobs.note is not dbqueue's"),
@@ -229,7 +229,7 @@ DRIFT_POSTGRES = [
     ("ALTER TABLE dbqueue_jobs ALTER source TYPE varchar(20)", "tables", "failure", "is character varying(20)"),
     ("ALTER TABLE dbqueue_jobs ALTER lapses DROP DEFAULT", "tables", "failure", "should be integer NOT NULL DEFAULT 0"),
     ("ALTER TABLE dbqueue_jobs DROP COLUMN sequence", "tables", "failure", "column jobs.sequence is missing"),
-    ("ALTER TABLE dbqueue_jobs ADD COLUMN note text NOT NULL", "tables", "failure", "column jobs.note is not dbqueue's"),
+    ("ALTER TABLE dbqueue_jobs ADD COLUMN note text NOT NULL", "tables", "failure", "jobs.note is not dbqueue's"),
     ("ALTER TABLE dbqueue_jobs ADD COLUMN note text NOT NULL DEFAULT ''", "tables", "warning", "column jobs.note"),
     ("ALTER TABLE dbqueue_jobs DROP CONSTRAINT dbqueue_running_has_lease", "tables", "failure",
      "constraint running_has_lease is missing"),
@@ -327,7 +327,9 @@ def test_leases_that_nobody_takes_back(look: Look, queue: DBQueue) -> None:
     make(database, State.RUNNING, lease_until=now - 300 * SECOND)
     found = look()
     assert not_ok(found) == {"leases": "failure"}
-    assert found["leases"]["sentence"].startswith("1 running job lost the lease and nobody took it back, the oldest 300 s")
+    assert found["leases"]["sentence"].startswith(
+        "1 running job lost the lease and nobody took it back, the oldest 300 s"
+    )
     assert look("--patience", 600)["leases"]["status"] == "ok"
     assert look("--patience", 5)["leases"]["sentence"].startswith("2 running jobs")
 
@@ -357,7 +359,9 @@ def test_a_worker_cures_it(look: Look, queue: DBQueue, process: Run, database_ur
     assert not_ok(look()) == {"leases": "failure", "due_jobs": "failure"}
     write_app(database_url)
     assert process("worker", "-A", "shop", "--once").code == 0
-    assert not_ok(look()) == {"held_jobs": "warning"}, "the lost one is dead, the due one blocked: it is of another schema"
+    assert not_ok(look()) == {"held_jobs": "warning"}, (
+        "the lost one is dead, the due one blocked: it is of another schema"
+    )
 
 
 def test_jobs_that_wait_for_a_decision(look: Look, queue: DBQueue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +550,10 @@ def test_a_transaction_that_is_held_open(
             holder.execute("CREATE TABLE mine ()")
         found = look()
         assert not_ok(found) == {"snapshots": "warning"}
-        assert f"session {holder.info.backend_pid} of postgres (report), idle in transaction" in found["snapshots"]["sentence"]
+        assert (
+            f"session {holder.info.backend_pid} of postgres (report), idle in transaction"
+            in found["snapshots"]["sentence"]
+        )
         assert f"pg_terminate_backend({holder.info.backend_pid})" in found["snapshots"]["remedy"]
         monkeypatch.setattr(postgres, "HELD_S", 300.0)
         assert not_ok(look()) == {}, "for five minutes nobody complains"
@@ -784,6 +791,8 @@ def test_a_network_file_system(look: Look, queue: DBQueue, tmp_path: Path, monke
     found = look()
     assert not_ok(found) == {"file_system": "failure"}
     assert "lies on nfs" in found["file_system"]["sentence"]
+    mounts.write_text(f"host {tmp_path} virtiofs rw 0 0\n")
+    assert not_ok(look()) == {"file_system": "warning"}
 
 
 @contextmanager

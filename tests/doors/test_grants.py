@@ -1,4 +1,5 @@
-"""The rights that docs/operations.md gives to each role: enough for its work, refused beyond it, and not one too many."""
+"""The rights that docs/operations.md gives to each role: enough for its work, refused beyond it, and not one too
+many."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Admin:
         self._connection.execute(statement)
 
     def user(self, *roles: str) -> str:
-        """Makes the documented roles and a user who is in all of them; returns its URL. Names are those of the whole server."""
+        """Makes the documented roles and a user who is in all of them, and returns its URL."""
         for role in roles:
             for statement in documented(role):
                 self.execute(statement)
@@ -119,7 +120,9 @@ def working(queue: DBQueue) -> list[Step]:
     def claim_and_settle() -> None:
         with database.session() as session:
             claimed = dialect.turn(session, claim_turn(4, queues=("mail",))).claimed
-            jobs = [Job(row.id, row.token, {"queue": "mail"}) for row in claimed] or [Job(ids.new_id(), ids.new_token(), {"queue": "x"})]
+            jobs = [Job(row.id, row.token, {"queue": "mail"}) for row in claimed] or [
+                Job(ids.new_id(), ids.new_token(), {"queue": "x"})
+            ]
             dialect.renew(session, [jobs[0].held], SECOND)
             turn = claim_turn(queues=("mail",))
             turn.settlements = [jobs[0].settlement(State.SUCCEEDED)]
@@ -127,13 +130,17 @@ def working(queue: DBQueue) -> list[Step]:
             for job, state in zip(jobs[1:], (State.PENDING, State.DEAD, State.BLOCKED), strict=False):
                 dialect.settle(session, [job.settlement(state, Kind.FAILED)])
 
+    def nobodys() -> Job:
+        return Job(ids.new_id(), ids.new_token(), {"queue": "x"})
+
     def with_session(verb: Callable[[Any], object]) -> Step:
         return lambda: database.run(verb)
 
     return [
+        database.ready,
         claim_and_settle,
-        with_session(lambda session: dialect.settle(session, [Job(ids.new_id(), ids.new_token(), {"queue": "x"}).settlement(State.DEAD)])),
-        with_session(lambda session: dialect.renew(session, [Job(ids.new_id(), ids.new_token(), {}).held], SECOND)),
+        with_session(lambda session: dialect.settle(session, [nobodys().settlement(State.DEAD)])),
+        with_session(lambda session: dialect.renew(session, [nobodys().held], SECOND)),
         with_session(lambda session: dialect.release_unknown(session, "me", [])),
         with_session(lambda session: dialect.prune(session, [State.SUCCEEDED], 1, 10)),
         lambda: _upkeep(database),
@@ -238,7 +245,8 @@ def test_a_publisher_whose_connection_is_anothers(admin: Admin) -> None:
 @POSTGRES
 @pytest.mark.req("D9", "D12")
 def test_a_worker(admin: Admin) -> None:
-    """A real one, which runs, retries, buries, blocks and takes back; handlers that enqueue need the publisher's rights, too."""
+    """A real one, which runs, retries, buries, blocks and takes back; handlers that enqueue need a publisher's rights,
+    too."""
     url = admin.user("worker")
     for target in ("well", "gone", "bad"):
         make(admin.database, target=target, queue="mail", max_attempts=2)
@@ -329,9 +337,11 @@ def fails(step: Step) -> bool:
     try:
         step()
     except (DatabaseError, EnqueueFailed) as error:
-        assert "InsufficientPrivilege" in f"{error} {error.__cause__!r} {error.__context__!r}", error
-        return True
-    return False
+        told = f"{error} {error.__cause__!r} {error.__context__!r}"
+    else:
+        return False
+    assert "InsufficientPrivilege" in told, told
+    return True
 
 
 @POSTGRES
@@ -344,5 +354,3 @@ def test_the_doctor_agrees(admin: Admin, role: str, cli: Any) -> None:
     assert checks["privileges"]["status"] == "ok"
     answer = cli("doctor", "--url", url, "--json")
     assert answer.code == (0 if role == "operator" else 1)
-
-

@@ -14,7 +14,6 @@ from typing import Any
 
 import psycopg
 import psycopg2
-import pytest
 import sqlalchemy
 from sqlalchemy import event, orm
 
@@ -85,7 +84,9 @@ class _Nesting(Caller):
 
 def engine_of(shop: Shop, driver: str = "psycopg", **options: Any) -> sqlalchemy.Engine:
     url = sqlalchemy.make_url(shop.url)
-    return sqlalchemy.create_engine(url.set(drivername=f"postgresql+{driver}" if shop.postgres else "sqlite"), **options)
+    return sqlalchemy.create_engine(
+        url.set(drivername=f"postgresql+{driver}" if shop.postgres else "sqlite"), **options
+    )
 
 
 def _begins(engine: sqlalchemy.Engine) -> sqlalchemy.Engine:
@@ -159,7 +160,12 @@ def _psycopg_by_hand(shop: Shop) -> Caller:
 
     execute("BEGIN")
     return Caller(
-        connection, execute, lambda: execute("COMMIT"), lambda: execute("ROLLBACK"), connection.close, lambda: execute("BEGIN")
+        connection,
+        execute,
+        lambda: execute("COMMIT"),
+        lambda: execute("ROLLBACK"),
+        connection.close,
+        lambda: execute("BEGIN"),
     )
 
 
@@ -184,15 +190,18 @@ def _sqlite3_by_hand(begin: str) -> Callable[[Shop], Caller]:
         connection.execute(begin)
         execute = connection.execute
         return Caller(
-            connection, execute, lambda: execute("COMMIT"), lambda: execute("ROLLBACK"), connection.close, lambda: execute(begin)
+            connection,
+            execute,
+            lambda: execute("COMMIT"),
+            lambda: execute("ROLLBACK"),
+            connection.close,
+            lambda: execute(begin),
         )
 
     return opened
 
 
 def _sqlite3_autocommit_false(shop: Shop) -> Caller:
-    if sys.version_info < (3, 12):
-        pytest.skip("sqlite3's autocommit=False came with Python 3.12")
     connection = sqlite3.connect(shop.path, autocommit=False)
     return Caller(connection, connection.execute, connection.commit, connection.rollback, connection.close)
 
@@ -307,8 +316,9 @@ KINDS = [
     Kind("sqlite3", SQLITE, _sqlite3),
     Kind("sqlite3+begin", SQLITE, _sqlite3_by_hand("BEGIN")),
     Kind("sqlite3+immediate", SQLITE, _sqlite3_by_hand("BEGIN IMMEDIATE")),
-    Kind("sqlite3+autocommit=False", SQLITE, _sqlite3_autocommit_false),
     Kind("django-alias", POSTGRES + SQLITE, _django(lambda wrapper: f"django:{wrapper.alias}")),
     Kind("django-wrapper", POSTGRES + SQLITE, _django(lambda wrapper: wrapper)),
     Kind("django-proxy", POSTGRES + SQLITE, _django(_proxy)),
 ]
+if sys.version_info >= (3, 12):
+    KINDS.append(Kind("sqlite3+autocommit=False", SQLITE, _sqlite3_autocommit_false))

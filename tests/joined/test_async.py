@@ -42,7 +42,8 @@ async def engine_of(shop: Shop, driver: str, **options: Any) -> AsyncIterator[As
 async def opened(shop: Shop, driver: str, given: str, **options: Any) -> AsyncIterator[AsyncGiven]:
     """A session or a connection, which is closed at the end without a commit."""
     async with engine_of(shop, driver, **options) as engine:
-        async with AsyncSession(engine) if given == "session" else engine.connect() as opened:
+        opened = AsyncSession(engine) if given == "session" else engine.connect()
+        async with opened:
             yield opened
 
 
@@ -214,7 +215,7 @@ def test_two_blocks_on_one_transaction(shop: Shop, run: Callable[[Scenario], Non
             shop.ship.enqueue(Order(2))
             with using(given):
                 shop.ship.enqueue_many([Order(3), Order(4)])
-        with pytest.raises(ZeroDivisionError), using(given):
+        with pytest.raises(ZeroDivisionError), using(given):  # noqa: PT012
             shop.ship.enqueue(Order(5))
             raise ZeroDivisionError
         await given.commit()
@@ -243,7 +244,9 @@ def test_a_keyed_job_is_known_at_commit_only(shop: Shop, run: Callable[[Scenario
 
 def test_a_session_that_writes_objects_only(shop: Shop, driver: str) -> None:
     """The usual shape: objects are added, and flushed by the commit itself."""
-    table = sqlalchemy.Table("orders", sqlalchemy.MetaData(), sqlalchemy.Column("number", sqlalchemy.Integer, primary_key=True))
+    table = sqlalchemy.Table(
+        "orders", sqlalchemy.MetaData(), sqlalchemy.Column("number", sqlalchemy.Integer, primary_key=True)
+    )
 
     class Row:
         number: int

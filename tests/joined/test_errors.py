@@ -31,7 +31,9 @@ connects = pytest.mark.parametrize("connect", [psycopg.connect, psycopg2.connect
 
 
 @contextmanager
-def failing(shop: Shop, given: Any, cause: type[BaseException] | tuple[type[BaseException], ...] | None) -> Iterator[None]:
+def failing(
+    shop: Shop, given: Any, cause: type[BaseException] | tuple[type[BaseException], ...] | None
+) -> Iterator[None]:
     """The block's enqueue fails, once; ``cause`` is the driver's error, and nowhere is a word of what was to be written."""
     with using(given), pytest.raises(EnqueueFailed) as caught:
         yield
@@ -43,7 +45,9 @@ def failing(shop: Shop, given: Any, cause: type[BaseException] | tuple[type[Base
         assert isinstance(error.__cause__, cause)
     password = sqlalchemy.make_url(shop.url).password or "s3cret"
     told = "".join(traceback.format_exception(error)).replace(shop.url, "")
-    source = "\n".join(line for line in told.splitlines() if not line.startswith("    "))  # the code lines of the traceback
+    source = "\n".join(
+        line for line in told.splitlines() if not line.startswith("    ")
+    )  # the code lines of the traceback
     for word in ("s3cret", password, shop.url):
         assert word not in source
 
@@ -108,7 +112,9 @@ def test_a_deadlock(shop: Shop, postgres: Server, connect: Callable[..., Any]) -
 
 
 def waiting(shop: Shop, connection: Any) -> bool:
-    return bool(shop.look(f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid_of(connection)} AND wait_event_type = 'Lock'"))
+    return bool(
+        shop.look(f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid_of(connection)} AND wait_event_type = 'Lock'")
+    )
 
 
 @pytest.mark.databases("postgres")
@@ -208,7 +214,9 @@ def test_through_sqlalchemy_the_cause_is_the_drivers_error(shop: Shop, postgres:
         engine = engine_of(shop, driver)
         with logged(postgres, shop) as attempts, orm.Session(engine) as session:
             session.execute(sqlalchemy.text("SET TRANSACTION READ ONLY"))
-            with failing(shop, session, (psycopg.errors.ReadOnlySqlTransaction, psycopg2.errors.ReadOnlySqlTransaction)):
+            with failing(
+                shop, session, (psycopg.errors.ReadOnlySqlTransaction, psycopg2.errors.ReadOnlySqlTransaction)
+            ):
                 enqueue(shop)
             assert len(attempts()) == 1
         with orm.Session(engine) as session:
@@ -258,7 +266,11 @@ def traced(connection: sqlite3.Connection) -> Iterator[list[str]]:
 
 @pytest.mark.databases("sqlite")
 def test_sqlite_locked_by_somebody_else(shop: Shop) -> None:
-    with closing(shop.connect()) as other, closing(shop.connect(timeout=0)) as connection, traced(connection) as attempts:
+    with (
+        closing(shop.connect()) as other,
+        closing(shop.connect(timeout=0)) as connection,
+        traced(connection) as attempts,
+    ):
         other.execute("BEGIN IMMEDIATE")
         with failing(shop, connection, sqlite3.OperationalError):
             enqueue(shop)

@@ -175,7 +175,8 @@ def test_a_copy_of_the_database_is_another_one(shop: Shop, postgres: Server, mak
     queue = DBQueue(original.url)
     try:
         with closing(psycopg.connect(postgres.dsn(copy))) as connection:
-            with using(connection), pytest.raises(DifferentDatabase):
+            given = using(connection)
+            with given, pytest.raises(DifferentDatabase):
                 queue.send("mail", 1)
     finally:
         queue.close()
@@ -313,9 +314,8 @@ def test_a_queue_that_cannot_be_reached_is_no_reason_to_retry(shop: Shop, postgr
     url = sqlalchemy.make_url(shop.url).set(database="gone").render_as_string(hide_password=False)
     queue = DBQueue(url)
     password = sqlalchemy.make_url(shop.url).password
-    with closing(shop.connect()) as connection, using(connection):
-        with pytest.raises(EnqueueFailed) as caught:
-            queue.send("mail", 1)
+    with closing(shop.connect()) as connection, using(connection), pytest.raises(EnqueueFailed) as caught:
+        queue.send("mail", 1)
     assert str(password) not in f"{caught.value} {caught.value.__cause__}"
     queue.close()
 

@@ -98,7 +98,7 @@ WHILE = 2 * SUSPICION
 def at_once() -> Iterator[None]:
     start = time.monotonic()
     yield
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 2.0  # the patience is 10 seconds
 
 
 def test_a_write_of_our_own_would_wait_for_this_thread(shop: Shop, caller: Caller) -> None:
@@ -114,7 +114,7 @@ def test_a_write_of_our_own_would_wait_for_this_thread(shop: Shop, caller: Calle
     assert shop.jobs() == [1, 3, 4]
 
 
-@pytest.mark.parametrize("kind", kinds("sqlite3"))
+@pytest.mark.parametrize("kind", kinds("sqlite3"), ids=str)
 def test_so_would_every_write_of_our_own(shop: Shop, caller: Caller) -> None:
     shop.queue.send("mail", {"number": 0})
     claimed = shop.queue.claim("mail", "w")
@@ -137,7 +137,9 @@ def test_so_would_every_write_of_our_own(shop: Shop, caller: Caller) -> None:
     assert shop.jobs() == [1]
 
 
-FEW = pytest.mark.parametrize("kind", kinds("session", "connection", "sqlite3", "sqlite3+begin", "django-wrapper"), ids=str)
+FEW = pytest.mark.parametrize(
+    "kind", kinds("session", "connection", "sqlite3", "sqlite3+begin", "django-wrapper"), ids=str
+)
 
 
 @FEW
@@ -146,18 +148,15 @@ def test_not_when_the_transaction_has_ended(shop: Shop, caller: Caller, end: str
     with using(caller.given):
         shop.ship.enqueue(Order(1))
     getattr(caller, end)()
-    with closing(shop.connect()) as other:  # whoever holds the lock now is somebody else
-        other.execute("INSERT INTO orders VALUES (1)")
-        with ended_by(other):
-            shop.ship.enqueue(Order(2))
+    with held_for_a_while(shop):  # by somebody else
+        shop.ship.enqueue(Order(2))
     assert shop.jobs() == ([1, 2] if end == "commit" else [2])
 
 
 @contextmanager
-def ended_by(connection: sqlite3.Connection) -> Iterator[None]:
-    """Somebody else holds the lock, until a write of ours has waited long enough to have its suspicions."""
-    other = sqlite3.connect(connection.execute("PRAGMA database_list").fetchone()[2], check_same_thread=False)
-    connection.rollback()
+def held_for_a_while(shop: Shop) -> Iterator[None]:
+    """The lock, until a write of ours has waited long enough to have its suspicions."""
+    other = shop.connect(check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     timer = threading.Timer(WHILE, other.rollback)
     timer.start()
@@ -166,12 +165,12 @@ def ended_by(connection: sqlite3.Connection) -> Iterator[None]:
     other.close()
 
 
-@pytest.mark.parametrize("kind", kinds("sqlite3"))
+@pytest.mark.parametrize("kind", kinds("sqlite3"), ids=str)
 def test_not_for_another_file(shop: Shop, make_shop: Callable[..., Shop], caller: Caller) -> None:
     other = make_shop()
     with using(caller.given):
         shop.ship.enqueue(Order(1))
-    with closing(other.connect()) as connection, ended_by(connection):
+    with held_for_a_while(other):
         other.ship.enqueue(Order(2))
     assert other.jobs() == [2]
 

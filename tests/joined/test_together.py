@@ -103,7 +103,7 @@ def test_two_blocks_on_one_transaction(shop: Shop, caller: Caller) -> None:
 
 
 def test_an_exception_in_the_block_ends_the_block_and_nothing_else(shop: Shop, caller: Caller) -> None:
-    with pytest.raises(ZeroDivisionError), using(caller.given):
+    with pytest.raises(ZeroDivisionError), using(caller.given):  # noqa: PT012
         caller.order(1)
         shop.ship.enqueue(Order(1))
         raise ZeroDivisionError

@@ -18,7 +18,7 @@ from psycopg import rows as psycopg_rows
 from sqlalchemy import orm
 
 from dbqueue import EnqueueFailed, using
-from tests.joined.callers import Caller, engine_of
+from tests.joined.callers import Caller, engine_of, kinds
 from tests.joined.shop import Order, Shop
 
 pytestmark = pytest.mark.req("D5")
@@ -170,12 +170,14 @@ def test_a_key_that_the_callers_encoding_does_not_have(shop: Shop) -> None:
 
 # -- sqlite3 -----------------------------------------------------------------------------------------------------------
 
-Fields = namedtuple("Fields", "value")  # noqa: PYI024
+Fields = namedtuple("Fields", "value")
 
 
 @pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("text", [bytes, bytearray, str, lambda raw: raw.decode(errors="replace")])
-@pytest.mark.parametrize("row", [None, sqlite3.Row, lambda cursor, row: dict(enumerate(row)), lambda cursor, row: Fields(row)])
+@pytest.mark.parametrize(
+    "row", [None, sqlite3.Row, lambda cursor, row: dict(enumerate(row)), lambda cursor, row: Fields(row)]
+)
 def test_factories_of_sqlite3(shop: Shop, row: Any, text: Any) -> None:
     with closing(sqlite3.connect(shop.path)) as connection:
         connection.row_factory, connection.text_factory = row, text
@@ -202,6 +204,7 @@ def test_a_connection_and_cursor_class_of_the_callers(shop: Shop) -> None:
 # -- cursors -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", kinds("psycopg", "psycopg2", "sqlite3"), ids=str)
 def test_our_cursors_are_closed(shop: Shop, caller: Caller) -> None:
     caller.order(1)
     gc.collect()
@@ -283,7 +286,9 @@ def test_sqlalchemy_results_that_are_read_by_half(shop: Shop) -> None:
     shop.look(five_orders())
     engine = engine_of(shop)
     with orm.Session(engine) as session:
-        result = session.execute(sqlalchemy.text("SELECT number FROM orders ORDER BY number").execution_options(stream_results=True))
+        result = session.execute(
+            sqlalchemy.text("SELECT number FROM orders ORDER BY number").execution_options(stream_results=True)
+        )
         assert result.fetchone() == (1,)
         everything(shop, session)
         assert [number for (number,) in result] == [2, 3, 4, 5]

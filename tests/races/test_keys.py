@@ -12,8 +12,10 @@ from dbqueue import DBQueue, IllegalMove, JobRef, KeyTaken, Target
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Fact, Turn
+from dbqueue.ids import as_uuid
 from dbqueue.states import KEY_HOLDERS, State
 from tests.factory import Job, claim_turn, make, new_job, rows, run_together
+from tests.waiting import wait_for
 
 CALLERS = 50
 
@@ -140,11 +142,11 @@ def test_a_retry_into_a_taken_key_is_told_so(queue: DBQueue, state: str) -> None
     taker = declared(queue).enqueue(key="k")
     before = rows(database)
     with pytest.raises(KeyTaken) as caught:
-        queue.retry(_uuid(ended))
+        queue.retry(as_uuid(ended.id))
     assert isinstance(caught.value, IllegalMove)
     assert rows(database) == before
     queue.cancel(taker.id)
-    assert queue.retry(_uuid(ended)) == state
+    assert queue.retry(as_uuid(ended.id)) == state
     assert rows(database).state(ended.id) is State.PENDING
 
 
@@ -198,15 +200,7 @@ def test_a_key_is_waited_for_while_its_holder_is_not_committed(db: Database) -> 
         assert answers == [(first.id, True) if commits else (second.id, False)]
 
 
-def _uuid(job: Job) -> object:
-    from dbqueue.ids import as_uuid
-
-    return as_uuid(job.id)
-
-
 def _wait_for_a_waiter(db: Database) -> None:
-    from tests.waiting import wait_for
-
     question = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     with db.session() as session:
         wait_for(lambda: session.execute(question)[0][0])

@@ -124,7 +124,9 @@ def test_a_lock_that_ends_within_the_lease(db: Database, session: OwnSession, wa
 @pytest.mark.req("D13", "H14")
 @every_way
 @pytest.mark.parametrize("late", [0, 62])
-def test_a_renewal_under_the_lock_counts_from_its_commit(db: Database, session: OwnSession, way: str, late: float) -> None:
+def test_a_renewal_under_the_lock_counts_from_its_commit(
+    db: Database, session: OwnSession, way: str, late: float
+) -> None:
     job = make(db, State.RUNNING)
     with row_lock(db, job) as holder:
         db.clock.advance(59)
@@ -292,10 +294,16 @@ class Waiting:
 
 
 SQLITE_WAYS: dict[str, Callable[[Database, Any, list[Job]], list[Fact]]] = {
-    "settle": lambda db, s, jobs: in_transaction(s, lambda: db.dialect.settle(s, [j.settlement(State.ACKED) for j in jobs])),
+    "settle": lambda db, s, jobs: in_transaction(
+        s, lambda: db.dialect.settle(s, [j.settlement(State.ACKED) for j in jobs])
+    ),
     "renew": lambda db, s, jobs: in_transaction(s, lambda: db.dialect.renew(s, [j.held for j in jobs], LEASE)),
-    "fast": lambda db, s, jobs: db.dialect.turn(s, Turn([j.settlement(State.SUCCEEDED) for j in jobs], lease=LONG)).settled,
-    "turn": lambda db, s, jobs: db.dialect.turn(s, Turn([j.settlement(State.PENDING) for j in jobs], lease=LONG)).settled,
+    "fast": lambda db, s, jobs: (
+        db.dialect.turn(s, Turn([j.settlement(State.SUCCEEDED) for j in jobs], lease=LONG)).settled
+    ),
+    "turn": lambda db, s, jobs: (
+        db.dialect.turn(s, Turn([j.settlement(State.PENDING) for j in jobs], lease=LONG)).settled
+    ),
     "renew in turn": lambda db, s, jobs: db.dialect.turn(s, Turn(renewals=[j.held for j in jobs], lease=LONG)).renewed,
 }
 
@@ -312,10 +320,13 @@ def in_transaction(session: OwnSession, verb: Callable[[], list[Fact]]) -> list[
 @pytest.mark.parametrize("way", SQLITE_WAYS)
 def test_a_write_lock_that_outlives_the_lease(db: Database, way: str) -> None:
     expiring, lasting = make(db, State.RUNNING), make(db, State.RUNNING, lease_until=now(db) + LONG)
-    with write_lock(db) as holder:
-        with Waiting(db, lambda session: SQLITE_WAYS[way](db, session, [expiring, lasting])) as waiting:
-            db.clock.advance(61)
-            holder.execute("ROLLBACK")
+
+    def ask_both(session: OwnSession) -> list[Fact]:
+        return SQLITE_WAYS[way](db, session, [expiring, lasting])
+
+    with write_lock(db) as holder, Waiting(db, ask_both) as waiting:
+        db.clock.advance(61)
+        holder.execute("ROLLBACK")
     assert waiting.facts[0] is Fact.LOST
     assert waiting.facts[1] in WON
     assert rows(db).jobs[expiring.id] == expiring.row

@@ -124,7 +124,9 @@ def test_enqueue_many(proxy: Proxy, queue: DBQueue, direct: Database, loss: str,
 
 @pytest.mark.req("D8")
 @pytest.mark.parametrize("many", [False, True])
-def test_enqueue_that_commits_after_its_connection_ended(proxy: Proxy, queue: DBQueue, direct: Database, many: bool) -> None:
+def test_enqueue_that_commits_after_its_connection_ended(
+    proxy: Proxy, queue: DBQueue, direct: Database, many: bool
+) -> None:
     """The server is still at it (here it waits for a key) when the client looks, finds nothing, and sends its job again."""
     target, answers = target_of(queue), list[JobRef]()
 
@@ -132,7 +134,9 @@ def test_enqueue_that_commits_after_its_connection_ended(proxy: Proxy, queue: DB
         answers.extend(target.enqueue_many([None, None], keys=["k", None]) if many else [target.enqueue(key="k")])
 
     def waiting() -> int:
-        question = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        question = (
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
         return int(direct.read(lambda session: session.execute(question))[0][0])
 
     with psycopg.connect(direct.url.render_as_string(hide_password=False)) as other:
@@ -194,7 +198,12 @@ def test_a_raw_claim_whose_answer_was_lost_comes_back_with_its_lease(
 OUTCOMES = [
     [(State.SUCCEEDED, None)],
     [(State.SUCCEEDED, None)] * 3,
-    [(State.ACKED, None), (State.DEAD, Kind.FAILED), (State.BLOCKED, Kind.UNKNOWN_TARGET), (State.PENDING, Kind.FAILED)],
+    [
+        (State.ACKED, None),
+        (State.DEAD, Kind.FAILED),
+        (State.BLOCKED, Kind.UNKNOWN_TARGET),
+        (State.PENDING, Kind.FAILED),
+    ],
 ]
 
 
@@ -276,7 +285,9 @@ def test_a_heartbeat_whose_answer_was_lost_is_asked_again(
 
 
 @both
-def test_a_verb_by_hand_says_that_its_answer_was_lost(proxy: Proxy, queue: DBQueue, direct: Database, loss: str) -> None:
+def test_a_verb_by_hand_says_that_its_answer_was_lost(
+    proxy: Proxy, queue: DBQueue, direct: Database, loss: str
+) -> None:
     job = make(direct)
     lose(proxy, loss, COMMIT)
     with pytest.raises(ConnectionLost):

@@ -33,9 +33,8 @@ class Told(list[events.Event]):
         return [event for event in list(self) if isinstance(event, kind)]
 
     def wait(self, kind: type[E], count: int = 1, deadline: float = 10.0) -> list[E]:
-        return wait_for(
-            lambda: found if len(found := self.of(kind)) >= count else None, deadline, f"no {count} {kind.__name__}"
-        )
+        wait_for(lambda: len(self.of(kind)) >= count, deadline, f"no {count} {kind.__name__}")
+        return self.of(kind)
 
 
 class RunningWorker:
@@ -173,11 +172,11 @@ def record(queue: DBQueue, job_id: UUID) -> JobRecord:
 
 
 def wait_state(queue: DBQueue, job_id: UUID, *states: str, deadline: float = 10.0) -> JobRecord:
-    return wait_for(
-        lambda: found if (found := record(queue, job_id)).state in states else None,
-        deadline,
-        f"{job_id} did not become {' or '.join(states)}",
-    )
+    def found() -> list[JobRecord]:
+        seen = record(queue, job_id)
+        return [seen] if seen.state in states else []
+
+    return wait_for(found, deadline, f"{job_id} did not become {' or '.join(states)}")[0]
 
 
 def wait_all(queue: DBQueue, condition: Callable[[dict[str, int]], bool], deadline: float = 20.0) -> dict[str, int]:

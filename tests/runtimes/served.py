@@ -3,7 +3,8 @@ SHUTDOWN_MS``.
 
 It writes each phase as a line of FOLDER/phases. Its API is a listener on a port of its own: a connection that says
 "slow" is answered when FOLDER/answer exists, with a job enqueued before. Its jobs wait for FOLDER/NAME, or for their
-cancel flag, or for nothing."""
+cancel flag, or for nothing.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from dbqueue import events, ids
 from dbqueue.database.tables import ClaimedRow
 from dbqueue.errors import ConfigError, InvalidName, RetryLater
 from dbqueue.payload import schema_of
-from dbqueue.runtime import stopping
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.options import WorkerOptions
 from dbqueue.runtime.slots import Outcome, ThreadSlots, Work
@@ -170,6 +169,13 @@ def _raising(error: BaseException) -> Callable[[], None]:
     return handler
 
 
+def _waiting(event: threading.Event) -> Callable[[], None]:
+    def handler() -> None:
+        event.wait(10)
+
+    return handler
+
+
 class BadText(RetryLater):
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -207,7 +213,7 @@ def test_whatever_a_handler_raises_is_an_outcome_and_the_slot_lives(
 
 def test_an_abandoned_slot_comes_back_when_its_handler_does(slots: ThreadSlots) -> None:
     done = threading.Event()
-    work = _work(lambda: None if done.wait(10) else None)
+    work = _work(_waiting(done))
     assert slots.start(work)
     slots.abandon(work)
     assert (slots.idle, slots.abandoned) == (1, 1)
@@ -218,7 +224,7 @@ def test_an_abandoned_slot_comes_back_when_its_handler_does(slots: ThreadSlots) 
 
 def test_without_new_threads_there_are_fewer_slots(slots: ThreadSlots, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    assert slots.start(_work(lambda: None if go.wait(10) else None))
+    assert slots.start(_work(_waiting(go)))
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -247,13 +253,13 @@ def _stages(stop: Stopping, now: float) -> list[str]:
 @pytest.mark.req("D19")
 def test_the_order_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     stop = Stopping()
     assert _stages(stop, now) == []
     assert stop.next_at == float("inf")
     stop.ask("SIGTERM", 30.0)
     assert stop.next_at == 0
-    seen = []
+    seen: list[tuple[float, str]] = []
     while not seen or seen[-1][1] != "leave":
         seen += [(now, stage) for stage in _stages(stop, now)]
         now = max(now, min(stop.next_at, now + 1000))
@@ -263,7 +269,7 @@ def test_the_order_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.req("D19")
 def test_asked_twice_it_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     stop = Stopping()
     stop.ask("SIGTERM", 30.0)
     assert _stages(stop, 100.0) == ["told"]
@@ -276,7 +282,7 @@ def test_asked_twice_it_hurries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.req("D19")
 def test_an_end_of_its_own_making_is_not_the_first_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
     stop = Stopping()
     stop.begin("too many slots", 30.0)
     assert _stages(stop, 100.0) == ["told"]

@@ -95,7 +95,7 @@ def test_handlers_say_how_their_job_goes_on(queue: DBQueue, told: Told) -> None:
         "foreign": (2, "failed", "KeyError"),
         "exit": (2, "failed", "SystemExit"),
     }
-    waits = {say: [e.retry_in for e in told.of(events.JobEnded) if e.id == job][0] for say, job in refs.items()}
+    waits = {say: next(e.retry_in for e in told.of(events.JobEnded) if e.id == job) for say, job in refs.items()}
     assert waits == {"later": 0.03, "whenever": 0.01, "bury": None, "own": 0.01, "foreign": 0.01, "exit": 0.01}
 
 

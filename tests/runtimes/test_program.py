@@ -1,7 +1,8 @@
 """One program with two roots: what is refused before it starts, who ends whom, and in which order (D17, D18, D19).
 
 Signals, order and what a kill leaves are tested on real processes of ``tests/runtimes/served.py``; the rest in this
-one."""
+one.
+"""
 
 from __future__ import annotations
 

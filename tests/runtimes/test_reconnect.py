@@ -48,10 +48,10 @@ def go() -> Iterator[threading.Event]:
     go.set()
 
 
-def declare(queue: DBQueue, go: threading.Event, **policy: Any) -> Counted:
+def declare(queue: DBQueue, go: threading.Event, max_attempts: int = 3, timeout: float = 25) -> Counted:
     ran: list[int] = []
 
-    @queue.job(**{"max_attempts": 3, "timeout": 25, "name": "job", "retry": 0.05} | policy)
+    @queue.job(max_attempts=max_attempts, timeout=timeout, name="job", retry=0.05)
     def job(number: Number) -> None:
         ran.append(number.n)
         if number.n >= 1_000:
@@ -64,7 +64,8 @@ def declare(queue: DBQueue, go: threading.Event, **policy: Any) -> Counted:
 def connections(queue: DBQueue, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """When which connection was tried."""
     dialect = queue.database.dialect
-    connect, tries = dialect.connect, []  # type: ignore[var-annotated]
+    connect = dialect.connect
+    tries: list[float] = []
 
     def counted(*url: Any) -> Any:
         tries.append(time.monotonic())
@@ -156,7 +157,7 @@ def test_a_database_that_takes_connections_and_fails_every_turn_is_not_besieged(
         running.worker._look_for_jobs()
         running.worker.wake.ring()
         told.wait(events.DatabaseTrouble)
-        threading.Event().wait(1.5)
+        threading.Event().wait(1.0)
         limit = 2 if dialect.listens else 1
         assert 2 <= len(tries) <= 8 * limit, (time.monotonic() - began, tries)
         assert len(told.of(events.DatabaseTrouble)) <= (8 if good else 1)
@@ -207,7 +208,8 @@ def _lose(
     queue: DBQueue, monkeypatch: pytest.MonkeyPatch, which: Callable[[Turn, TurnResult], bool]
 ) -> list[TurnResult]:
     """The next turn that ``which`` describes is done by the database, and its answer is lost with the connection."""
-    dialect, lost = queue.database.dialect, []
+    dialect = queue.database.dialect
+    lost: list[TurnResult] = []
     turn = dialect.turn
 
     def losing(session: Any, asked: Turn) -> TurnResult:

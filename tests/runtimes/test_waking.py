@@ -48,7 +48,8 @@ class Stage:
     """Jobs from number 1,000 on wait for it."""
 
     def start(self, n: int) -> float:
-        return wait_for(lambda: self.starts.get(n), 25, f"job {n} did not start")
+        wait_for(lambda: n in self.starts, 25, f"job {n} did not start")
+        return self.starts[n]
 
 
 @pytest.fixture

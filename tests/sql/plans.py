@@ -41,7 +41,7 @@ class Plan:
         """Rows that scans of tables returned or threw away; without what was never executed."""
         found = ("Actual Rows", "Rows Removed by Filter", "Rows Removed by Index Recheck")
         scans = [n for n in self.nodes() if "Scan" in n["Node Type"] and ("Relation Name" in n or "Index Name" in n)]
-        return round(sum(sum(n.get(name, 0) for name in found) * n["Actual Loops"] for n in scans))
+        return int(sum(sum(n.get(name, 0) for name in found) * n["Actual Loops"] for n in scans))
 
     @property
     def pages(self) -> int:

@@ -49,7 +49,10 @@ def of_postgres() -> dict[str, str]:
     named = {
         name.lower(): dialect.names.fill(text)
         for name, text in vars(postgres).items()
-        if isinstance(text, str) and name.isupper() and not name.startswith("_") and re.search(r"\{(jobs|finished)\}", text)
+        if isinstance(text, str)
+        and name.isupper()
+        and not name.startswith("_")
+        and re.search(r"\{(jobs|finished)\}", text)
     }
     return {name: text for name, text in named.items() if not re.search(r"\{\w+\}", text)} | texts | of_views(dialect)
 

@@ -20,7 +20,7 @@ from dbqueue.database.postgres import Postgres, PostgresSession
 from dbqueue.database.tables import ClaimRequest, Held, Settlement, Turn
 from dbqueue.ids import ZERO, new_id, new_token
 from dbqueue.states import Kind, State
-from tests.factory import LEASE, PAST, claim_turn, make, now, opened
+from tests.factory import LEASE, PAST, claim_turn, make, new_job, now, opened
 from tests.servers import Server
 from tests.sql.plans import Plan, explain
 
@@ -43,7 +43,8 @@ FROM generate_series(1, 170000) g, LATERAL (SELECT CASE WHEN g > 100000 AND g <=
 _FILL_HISTORY = """
 INSERT INTO dbqueue_finished (id, target, queue, priority, payload, state, run_at, attempt, lapses, max_attempts, on_crash, token,
   created_at, finished_at)
-SELECT gen_random_uuid(), 'tests.target', 'q' || mod(g, 4), 9, '{}', CASE WHEN mod(g, 10) = 0 THEN 6 ELSE 4 END, %(now)s::bigint, 1, 0, 3, 0,
+SELECT gen_random_uuid(), 'tests.target', 'q' || mod(g, 4), 9, '{}',
+  CASE WHEN mod(g, 10) = 0 THEN 6 ELSE 4 END, %(now)s::bigint, 1, 0, 3, 0,
   gen_random_uuid(), %(now)s::bigint, %(now)s::bigint - g FROM generate_series(1, 100000) g
 """
 
@@ -167,9 +168,15 @@ def test_settle_fast(big: Database, worker: PostgresSession, mode: str) -> None:
 @modes
 @pytest.mark.req("D11")
 def test_settle(big: Database, worker: PostgresSession, mode: str) -> None:
-    states = [(State.SUCCEEDED, None), (State.PENDING, Kind.FAILED), (State.BLOCKED, Kind.UNKNOWN_TARGET), (State.DEAD, Kind.FAILED)]
+    states = [
+        (State.SUCCEEDED, None),
+        (State.PENDING, Kind.FAILED),
+        (State.BLOCKED, Kind.UNKNOWN_TARGET),
+        (State.DEAD, Kind.FAILED),
+    ]
     batch = [
-        Settlement(job_id, token, *states[n % 4][:1], "q", states[n % 4][1]) for n, (job_id, token) in enumerate(held(worker))
+        Settlement(job_id, token, *states[n % 4][:1], "q", states[n % 4][1])
+        for n, (job_id, token) in enumerate(held(worker))
     ]
     kind, text, params = step(big, worker, Turn(batch))
     assert kind == "settle"
@@ -204,7 +211,9 @@ def test_promote(big: Database, worker: PostgresSession, mode: str, late: float)
     """With nothing due it reads one row, the next to come; with much due it stops at the limit."""
     text = dialect_of(big)._text(postgres.PROMOTE, LIMIT)
     params = upkeep_params(big, offset=round(late * SECOND) + (PAST if late else 0))
-    check(explain(worker, text, params, mode), {WAITING}, rows=5 * LIMIT if late else 3, pages=60 * LIMIT if late else 30)
+    check(
+        explain(worker, text, params, mode), {WAITING}, rows=5 * LIMIT if late else 3, pages=60 * LIMIT if late else 30
+    )
 
 
 @modes
@@ -221,7 +230,7 @@ def test_expire(big: Database, worker: PostgresSession, mode: str, late: int) ->
 def test_the_holder_of_a_key(big: Database, worker: PostgresSession, mode: str) -> None:
     text, dialect = dialect_of(big)._enqueue, dialect_of(big)
     for key in ("key5", "fresh", None):
-        params = dialect._new(_job()) | {
+        params = dialect._new(new_job()) | {
             "id": new_id().hex(), "task_id": None, "payload": b"{}", "key": key, "soon": 250_000,
         }  # fmt: skip
         used = {JOBS} if key is None else {JOBS, KEY}
@@ -232,16 +241,10 @@ def test_the_holder_of_a_key(big: Database, worker: PostgresSession, mode: str) 
 @pytest.mark.req("D8")
 def test_the_holders_of_many_keys(big: Database, worker: PostgresSession, mode: str) -> None:
     keys = [*(f"key{5 * n}" for n in range(1, LIMIT)), *(f"new{n}" for n in range(LIMIT)), *[None] * LIMIT]
-    params = dialect_of(big)._new(_job()) | {
+    params = dialect_of(big)._new(new_job()) | {
         "ids": [new_id().hex() for _ in keys], "keys": keys, "payloads": [b"{}"] * len(keys),
     }  # fmt: skip
     check(explain(worker, dialect_of(big)._enqueue_many, params, mode), set(), rows=8 * LIMIT, pages=200 * LIMIT)
-
-
-def _job() -> Any:
-    from tests.factory import new_job
-
-    return new_job()
 
 
 @modes
@@ -289,10 +292,14 @@ def test_the_clock_stands_above_the_locks(big: Database, worker: PostgresSession
         locking = next(node for node in plan.nodes() if node.get("Subplan Name") in ("CTE locked", "CTE picked"))
         below = list(plan.nodes(locking))
         assert any(node["Node Type"] == "LockRows" for node in below), name
-        assert not any("clock_timestamp" in str(value) for node in below for key, value in node.items() if key != "Plans"), name
+        assert not any(
+            "clock_timestamp" in str(value) for node in below for key, value in node.items() if key != "Plans"
+        ), name
         clock = next(node for node in plan.nodes() if node.get("Subplan Name") == "CTE clock")
         assert clock["Node Type"] == "Aggregate", name
-        assert [node["CTE Name"] for node in plan.nodes(clock) if "CTE Name" in node] == [locking["Subplan Name"][4:]], name
+        assert [node["CTE Name"] for node in plan.nodes(clock) if "CTE Name" in node] == [
+            locking["Subplan Name"][4:]
+        ], name
         reading = [n for n in plan.nodes() if any("clock_timestamp" in str(v) for k, v in n.items() if k != "Plans")]
         assert reading == [clock], name
 

@@ -119,7 +119,10 @@ def test_the_work_of_hot_statements_does_not_grow(big: Database, name: str, most
 
     with big.session() as session:
         text = big.dialect.names.fill(STATEMENTS[name])
-        given = {key: value for key, value in values(big).items() if f":{key}" in text} | {"max_attempts": 1, "payload": b"{}"}
+        given = {key: value for key, value in values(big).items() if f":{key}" in text} | {
+            "max_attempts": 1,
+            "payload": b"{}",
+        }
         given["database_id"] = None
         session.begin()
         session.connection.set_progress_handler(count, 10)

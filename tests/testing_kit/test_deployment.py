@@ -1,7 +1,8 @@
 """What the developer's machine says never reaches a test, and a test without jobs loads nothing (D21).
 
 Each of these runs pytest as a user does: in a directory of its own, with the plugin that the installed distribution
-brings, and with settings that would stop every program that reads them."""
+brings, and with settings that would stop every program that reads them.
+"""
 
 from __future__ import annotations
 
