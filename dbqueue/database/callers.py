@@ -229,8 +229,6 @@ def _django(alias: str) -> Caller:
 
 def _django_wrapper(wrapper: Any) -> Caller:
     def reach() -> CallerSession:
-        if not wrapper.in_atomic_block and wrapper.get_autocommit():
-            raise NotInTransaction(AUTOCOMMIT)
         if wrapper.needs_rollback:
             raise EnqueueFailed(_FAILED)
         wrapper.ensure_connection()

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 SUSPICION = 0.05
@@ -22,9 +22,17 @@ SUSPICION = 0.05
 _MOST = 64  # a thread with more transactions open at once is no longer looked after
 
 
+@dataclass(frozen=True)
+class _Joined:
+    file: str
+    holder: Callable[[], Any] | None
+    """None: a plain sqlite3.Connection, which takes no weak references and is looked for by its id."""
+    driver_connection: Callable[[Any], Any]
+
+
 class _Mine(threading.local):
     def __init__(self) -> None:
-        self.holders: dict[int, tuple[str, Callable[[], Any], Callable[[Any], Any]]] = {}
+        self.joined: dict[int, _Joined] = {}
 
 
 _mine = _Mine()
@@ -34,30 +42,30 @@ def remember(file: str, holder: Any, driver_connection: Callable[[Any], Any]) ->
     """This thread writes to ``file`` in the transaction of ``holder``: an object that lives as long as that transaction, and whose
     connection is ``driver_connection(holder)`` as long as it is in use."""
     try:
-        find: Callable[[], Any] = weakref.ref(holder)
-    except TypeError:  # sqlite3.Connection takes no weak references
-        find = partial(_find, id(holder))
-    holders = _mine.holders
-    holders.pop(id(holder), None)
-    holders[id(holder)] = os.path.realpath(file), find, driver_connection
-    if len(holders) > _MOST:
-        del holders[next(iter(holders))]
+        reference = weakref.ref(holder)
+    except TypeError:
+        reference = None
+    joined = _mine.joined
+    joined.pop(id(holder), None)
+    joined[id(holder)] = _Joined(os.path.realpath(file), reference, driver_connection)
+    if len(joined) > _MOST:
+        del joined[next(iter(joined))]
 
 
 def holds_lock(file: str) -> bool:
-    """Whether this thread has an open transaction on ``file`` that it joined."""
-    found = False
-    for number, (where, find, driver_connection) in list(_mine.holders.items()):
-        if not _open(find(), driver_connection):
-            del _mine.holders[number]
-        elif where == os.path.realpath(file):
-            found = True
-    return found
-
-
-def _find(number: int) -> Any:
-    # Only asked when a write has waited for SUSPICION already: it walks every object of the process.
-    return next((o for o in gc.get_objects() if id(o) == number and issubclass(type(o), sqlite3.Connection)), None)
+    """Whether this thread has an open transaction on ``file`` that it joined. Asked only when a write has waited for SUSPICION
+    already: it may walk every object of the process."""
+    joined = _mine.joined
+    wanted = {number for number, one in joined.items() if one.holder is None}
+    plain = (
+        {id(o): o for o in gc.get_objects() if id(o) in wanted and issubclass(type(o), sqlite3.Connection)}
+        if wanted
+        else {}
+    )
+    for number, one in list(joined.items()):
+        if not _open(one.holder() if one.holder else plain.get(number), one.driver_connection):
+            del joined[number]
+    return any(one.file == os.path.realpath(file) for one in joined.values())
 
 
 def _open(holder: Any, driver_connection: Callable[[Any], Any]) -> bool:

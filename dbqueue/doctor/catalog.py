@@ -60,7 +60,7 @@ def postgres(session: Session, names: Names, tables: Collection[str] | None = No
             items += [Item("option", table, *option.split("=", 1)) for option in options]
     for oid, kind, name, definition in session.execute(_PARTS, {"oids": list(owners)}):
         short = name if kind == "column" else name.removeprefix(names.prefix)
-        items.append(Item(kind, owners[oid], short, definition))
+        items.append(Item(kind, owners[oid], short, " ".join(definition.split())))
     return items
 
 

@@ -109,14 +109,15 @@ WHERE n.nspname = %(schema)s::text AND t.relname = ANY(%(tables)s::text[])
 
 
 def indexes(patient: Patient) -> Finding:
-    problems, own = [], patient.database.dialect.names.schema
+    problems, names = [], patient.database.dialect.names
     for index, wanted in patient.session.execute(_INVALID, _both(patient)):
+        place = f'"{names.schema}"."{index}"'
         told = f"index {index} is not valid: building it failed, and nobody uses it"
         if wanted:
-            problems.append(Problem(Status.FAILURE, told, f'REINDEX INDEX CONCURRENTLY "{own}"."{index}";'))
+            problems.append(Problem(Status.FAILURE, told, f"REINDEX INDEX CONCURRENTLY {place};"))
         else:
-            problems.append(Problem(Status.WARNING, told, f'DROP INDEX "{own}"."{index}";'))
-    return schema.judged_indexes(_differences(patient), problems)
+            problems.append(Problem(Status.WARNING, told, f"DROP INDEX {place};"))
+    return schema.judged_indexes(names, _differences(patient), problems)
 
 
 def _differences(patient: Patient) -> list[schema.Difference]:

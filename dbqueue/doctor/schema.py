@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
+from dbqueue.database.tables import Names
 from dbqueue.doctor.check import Finding, Problem, Status, verdict
 
 WHOLE = ("table", "view")
@@ -91,19 +92,28 @@ def _weight(difference: Difference) -> Status:
     return Status.FAILURE
 
 
-def judged_indexes(differences: Iterable[Difference], problems: Sequence[Problem] = ()) -> Finding:
+def judged_indexes(names: Names, differences: Iterable[Difference], problems: Sequence[Problem] = ()) -> Finding:
     """A further index of somebody else's costs time at most; a unique one may refuse our rows."""
     found = list(problems)
     for difference in differences:
         if difference.kind != "index":
             continue
         if difference.expected is not None:
-            remedy = "make it again: `dbqueue migrate --sql` for an empty database prints its CREATE INDEX"
+            remedy = _created(names, difference.expected)
+            if difference.found is not None:
+                remedy = f"DROP INDEX {names.qualified(difference.found.name)}; {remedy}"
             found.append(Problem(Status.FAILURE, difference.sentence, remedy))
         elif difference.found is not None and difference.found.definition.startswith("UNIQUE"):
             remedy = f"DROP INDEX {difference.found.name}, if it was not meant"
             found.append(Problem(Status.WARNING, f"{difference.sentence} and may refuse jobs", remedy))
     return verdict("indexes", found, "every index is there")
+
+
+def _created(names: Names, index: Item) -> str:
+    kind = "UNIQUE INDEX" if index.definition.startswith("UNIQUE ") else "INDEX"
+    rest = index.definition.removeprefix("UNIQUE ")
+    using = "" if rest.startswith("(") else "USING "  # SQLite has one kind of index, and does not say so
+    return f'CREATE {kind} "{names.prefix}{index.name}" ON {names.qualified(index.table)} {using}{rest};'
 
 
 def to_text(items: Iterable[Item]) -> str:

@@ -123,7 +123,7 @@ def tables(patient: Patient) -> Finding:
 
 
 def indexes(patient: Patient) -> Finding:
-    return schema.judged_indexes(_differences(patient))
+    return schema.judged_indexes(patient.database.dialect.names, _differences(patient))
 
 
 def _differences(patient: Patient) -> list[schema.Difference]:

@@ -85,7 +85,7 @@ def test_the_life_of_a_worker(database_url: str, queue: DBQueue, cli: Run) -> No
 
 @pytest.mark.databases("sqlite")
 def test_a_long_job_and_a_long_goodbye_are_no_illness(database_url: str, queue: DBQueue) -> None:
-    with running(database_url, "-c", "1", "--shutdown", "2") as worker:
+    with running(database_url, "-c", "1", "--shutdown", "3") as worker:
         program = DBQueue(database_url)
 
         @program.job(max_attempts=1, timeout=50, name="shop.slow")

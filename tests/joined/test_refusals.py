@@ -185,7 +185,8 @@ def test_a_copy_of_the_database_is_another_one(shop: Shop, postgres: Server, mak
 
 @pytest.mark.databases("sqlite")
 def test_a_copy_of_the_file_is_another_one(shop: Shop, tmp_path: Path) -> None:
-    with closing(shop.connect()) as source, closing(sqlite3.connect(tmp_path / "copy.db")) as copy:
+    namesake = tmp_path / os.path.basename(shop.path)
+    with closing(shop.connect()) as source, closing(sqlite3.connect(namesake)) as copy:
         source.backup(copy)
         refused(shop, copy, DifferentDatabase)
         copy.execute("BEGIN")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import sqlite3
+import threading
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -205,32 +205,36 @@ def test_a_connection_and_cursor_class_of_the_callers(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("kind", kinds("psycopg", "psycopg2", "sqlite3"), ids=str)
-def test_our_cursors_are_closed(shop: Shop, caller: Caller) -> None:
-    caller.order(1)
-    gc.collect()
-    before = list(open_cursors())
-    gc.disable()
+def test_our_cursors_are_closed(shop: Shop, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+    for module in (psycopg, psycopg2.extensions, sqlite3):
+        name = "cursor" if module is psycopg2.extensions else "Cursor"
+        monkeypatch.setattr(module, name, recording(getattr(module, name), opened))
+    with using(caller.given):
+        shop.ship.enqueue(Order(1), key="a")
+        shop.ship.enqueue(Order(2), key="a")
+        shop.queue.jobs()
+    assert len(opened) >= 4
+    assert all(closed(cursor) for cursor in opened)
+
+
+def recording(cursor: Any, opened: list[Any]) -> Any:
+    class Recording(cursor):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            opened.append(self)
+
+    return Recording
+
+
+def closed(cursor: Any) -> bool:
+    if not isinstance(cursor, sqlite3.Cursor):
+        return bool(cursor.closed)
     try:
-        with using(caller.given):
-            shop.ship.enqueue(Order(1), key="a")
-            shop.ship.enqueue(Order(2), key="a")
-            shop.queue.jobs()
-        assert [c for c in open_cursors() if not any(c is known for known in before)] == []
-    finally:
-        gc.enable()
-
-
-def open_cursors() -> Iterator[Any]:
-    for found in gc.get_objects():
-        if type(found) in (psycopg.Cursor, psycopg2.extensions.cursor):
-            if not found.closed:
-                yield found
-        elif type(found) is sqlite3.Cursor:
-            try:
-                found.fetchone()
-            except sqlite3.ProgrammingError:  # closed
-                continue
-            yield found
+        cursor.fetchone()
+    except sqlite3.ProgrammingError:
+        return True
+    return False
 
 
 @pytest.mark.databases("sqlite")
@@ -269,16 +273,29 @@ def test_a_server_side_cursor_that_is_read_by_half(shop: Shop, connect: Callable
 
 @pytest.mark.databases("postgres")
 def test_a_stream_that_is_read_by_half(shop: Shop) -> None:
-    """The connection is busy, so nothing can be written on it; the stream goes on."""
+    """The connection is busy, and psycopg would wait for this very thread to read on. So it fails, and the stream goes on."""
     shop.look(five_orders())
-    with psycopg.connect(shop.url) as connection:
+    failed: list[BaseException] = []
+    connection = psycopg.connect(shop.url)
+
+    def work() -> None:
         stream = connection.cursor().stream("SELECT number FROM orders ORDER BY number")
         assert next(stream) == (1,)
-        with using(connection), pytest.raises(EnqueueFailed):
-            shop.ship.enqueue(Order(1))
-        assert list(stream) == [(2,), (3,), (4,), (5,)]
         with using(connection):
+            try:
+                shop.ship.enqueue(Order(1))
+            except EnqueueFailed as error:
+                failed.append(error)
+            assert list(stream) == [(2,), (3,), (4,), (5,)]
             shop.ship.enqueue(Order(2))
+
+    thread = threading.Thread(target=work, daemon=True)  # one that hangs could not be ended
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "busy" in str(failed[0])
+    connection.commit()
+    connection.close()
     assert shop.jobs() == [2]
 
 

@@ -15,7 +15,7 @@ from tests.runtimes.jobs import Jobs, Nap, notes
 from tests.runtimes.lab import Process, record, wait_state
 from tests.waiting import wait_for
 
-JOBS, WORKERS, KILLS, SEED = 400, 3, 15, 20_240_229
+WORKERS, SEED = 3, 20_240_229
 
 
 def _holds(queue: DBQueue, worker: Process) -> bool:
@@ -26,14 +26,34 @@ def _holds(queue: DBQueue, worker: Process) -> bool:
 
 
 @pytest.mark.req("D12", "D13", "D14")
+@pytest.mark.databases("postgres")
 @pytest.mark.timeout(90)
 def test_fifteen_killed_workers_lose_nothing(jobs: Jobs, start: Callable[..., Process]) -> None:
+    _kill(jobs, start, 400, 15)
+
+
+@pytest.mark.req("D12", "D13", "D14")
+@pytest.mark.databases("sqlite")
+@pytest.mark.timeout(90)
+def test_six_killed_workers_lose_nothing(jobs: Jobs, start: Callable[..., Process]) -> None:
+    _kill(jobs, start, 200, 6)
+
+
+@pytest.mark.soak
+@pytest.mark.req("D12", "D13", "D14")
+@pytest.mark.timeout(300)
+def test_fifty_killed_workers_lose_nothing(jobs: Jobs, start: Callable[..., Process]) -> None:
+    _kill(jobs, start, 1_500, 50)
+
+
+def _kill(jobs: Jobs, start: Callable[..., Process], count: int, kills: int) -> None:
+    """Workers die in the middle of their jobs, and are started again, while the jobs are being done."""
     chance = random.Random(SEED)
     queue = jobs.queue
     workers = [start("-c", 2, "--lease", 1, "-l", "warning", free=True) for _ in range(WORKERS)]
-    refs = [ref.id for ref in jobs.quick.enqueue_many([Nap(0.1)] * JOBS)]
+    refs = [ref.id for ref in jobs.quick.enqueue_many([Nap(0.1)] * count)]
     wait_for(lambda: len({line.pid for line in notes(jobs.folder)}) == WORKERS, 20)
-    for _ in range(KILLS):
+    for _ in range(kills):
         unlucky = workers.pop(chance.randrange(2))  # one of those that are up for longest
         wait_for(lambda: _holds(queue, unlucky), 20, "the worker got no job")  # noqa: B023
         unlucky.kill()
@@ -41,7 +61,7 @@ def test_fifteen_killed_workers_lose_nothing(jobs: Jobs, start: Callable[..., Pr
     unfinished = f"SELECT 1 FROM {queue.database.dialect.names.qualified('jobs')} LIMIT 1"
     wait_for(lambda: not queue.database.read(lambda session: session.execute(unfinished)), 40)
     counts = {state: n for state, n in queue.counts().items() if n}
-    assert sum(counts.values()) == JOBS, "none is lost, none is there twice"
+    assert sum(counts.values()) == count, "none is lost, none is there twice"
     assert counts.keys() <= {"succeeded", "dead"}
 
     starts: dict[str, list[int]] = defaultdict(list)
@@ -49,7 +69,7 @@ def test_fifteen_killed_workers_lose_nothing(jobs: Jobs, start: Callable[..., Pr
         starts[line.job].append(line.attempt)
     lost_claims = never_started = 0
     ends = Counter(line.job for line in notes(jobs.folder, "end"))
-    records = {found.id: found for found in queue.jobs(limit=JOBS)}
+    records = {found.id: found for found in queue.jobs(limit=count)}
     for ref in refs:
         found = records[ref]
         lost_claims += found.lapses
@@ -63,7 +83,7 @@ def test_fifteen_killed_workers_lose_nothing(jobs: Jobs, start: Callable[..., Pr
         attempts = starts[str(ref)]
         assert attempts == sorted(set(attempts)), "each attempt is started once, one after the other"
         never_started += found.attempt - len(attempts)
-    assert KILLS <= lost_claims <= KILLS * 2, "a kill costs an attempt of what was held, and nothing else"
+    assert kills <= lost_claims <= kills * 2, "a kill costs an attempt of what was held, and nothing else"
     assert 0 <= never_started <= lost_claims
 
 
