@@ -15,7 +15,7 @@ parameter there the generic plan looks dear and each execution is planned anew. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -23,12 +23,36 @@ from typing import Any, ClassVar, TypeVar
 import sqlalchemy
 from sqlalchemy.dialects.postgresql import psycopg as sqlalchemy_psycopg
 
-from dbqueue.clock import POSTGRES_NOW, Clock
+from dbqueue.clock import Clock
 from dbqueue.database.dialect import OwnSession, Row, Session
+from dbqueue.database.marks import Marks, step_limit
+from dbqueue.database.postgres_statements import (
+    _FOUND,
+    ALREADY,
+    CANCEL,
+    CLAIM_MARKED,
+    CLAIM_SWEEP,
+    ENQUEUE,
+    ENQUEUE_MANY,
+    EXISTS,
+    EXPIRE,
+    GATE,
+    NOW,
+    PLANNING,
+    PROBE,
+    PROMOTE,
+    PRUNE,
+    RELEASE_UNKNOWN,
+    RENEW,
+    RESOLVE,
+    RETRY_BLOCKED,
+    RETRY_FINISHED,
+    RING_MANY,
+    RING_ONE,
+    SETTLE,
+    SETTLE_FAST,
+)
 from dbqueue.database.tables import (
-    CLAIMED_COLUMNS,
-    FINISHED_COLUMNS,
-    JOB_COLUMNS,
     Changed,
     ClaimedRow,
     ClaimRequest,
@@ -42,356 +66,18 @@ from dbqueue.database.tables import (
     Turn,
     TurnResult,
 )
+from dbqueue.database.wire import Wire
 from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, DatabaseError, KeyTaken, QueueError, SchemaMissing
-from dbqueue.ids import ZERO, as_bytes
+from dbqueue.ids import as_bytes
 from dbqueue.states import State, allowed
 
 T = TypeVar("T")
-
-NOW = f"({POSTGRES_NOW} + %(offset)s::bigint)"
-
-# The gate (DESIGN: waking up). A sleeper holds a shared advisory lock on its queue's key. Whoever makes a job claimable tries
-# the exclusive one: refused means that somebody sleeps, and only then a NOTIFY is sent, since its commit takes a lock over the
-# whole cluster. It stands in a RETURNING or above an aggregate, so it runs when the transaction already has its id: a sleeper
-# that announced itself later waits for that id to end before it trusts its last look.
-GATE_KEY = "hashtextextended(%(salt)s::text || {queue}, 0)"
-GATE = "CASE WHEN pg_try_advisory_lock(" + GATE_KEY + ") THEN NOT pg_advisory_unlock(" + GATE_KEY + ") ELSE true END"
-RING = "pg_notify('dbqueue_' || to_hex(" + GATE_KEY + "), '')"
-
-_NEW_COLUMNS = (
-    "id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, "
-    "on_crash, source, sequence, created_at, updated_at"
-)
-
-# The id may be there already: the first try of an insert whose answer was lost commits late, while the second one is under way.
-ENQUEUE = f"""
-WITH t AS MATERIALIZED (SELECT {NOW} AS now),
-ins AS (INSERT INTO {{jobs}} ({_NEW_COLUMNS})
-  SELECT %(id)s::uuid, %(task_id)s::text, %(target)s::text, %(fingerprint)s::bytea, %(payload)s::bytea, %(key)s::text, %(queue)s::text,
-    %(priority)s::smallint, 0, COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint),
-    CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
-    %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint, t.now, t.now
-  FROM t
-  ON CONFLICT DO NOTHING
-  RETURNING id, CASE WHEN run_at < created_at + %(soon)s::bigint THEN {GATE} ELSE false END AS sleeper)
-SELECT id, false AS duplicate, CASE WHEN sleeper THEN {RING} END IS NOT NULL AS rang FROM ins
-UNION ALL
-SELECT id, false, false FROM {{jobs}} WHERE id = %(id)s::uuid AND NOT EXISTS (SELECT 1 FROM ins)
-UNION ALL
-SELECT id, true, false FROM {{jobs}}
-WHERE target = %(target)s::text AND key = %(key)s::text AND key IS NOT NULL AND state IN (0, 1, 3) AND NOT EXISTS (SELECT 1 FROM ins)
-""".replace("{queue}", "%(queue)s::text")
-
-# Sorted by key, so that two callers with the same keys in opposite orders do not deadlock.
-ENQUEUE_MANY = f"""
-WITH asked AS MATERIALIZED (
-  SELECT * FROM unnest(%(ids)s::uuid[], %(keys)s::text[], %(payloads)s::bytea[]) WITH ORDINALITY AS a(id, key, payload, n)),
-t AS MATERIALIZED (SELECT {NOW} AS now),
-ins AS (INSERT INTO {{jobs}} ({_NEW_COLUMNS})
-  SELECT a.id, NULL, %(target)s::text, %(fingerprint)s::bytea, a.payload, a.key, %(queue)s::text, %(priority)s::smallint, 0,
-    COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint),
-    CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
-    %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint, t.now, t.now
-  FROM asked a, t ORDER BY a.key, a.n
-  ON CONFLICT DO NOTHING RETURNING id, key),
-missing AS MATERIALIZED (SELECT count(*) < cardinality(%(ids)s::uuid[]) AS any_left FROM ins),
-own AS MATERIALIZED (SELECT id FROM {{jobs}} WHERE (SELECT any_left FROM missing) AND id = ANY(%(ids)s::uuid[])),
-holders AS MATERIALIZED (SELECT id, key FROM {{jobs}} WHERE (SELECT any_left FROM missing) AND target = %(target)s::text
-  AND key = ANY(%(keys)s::text[]) AND key IS NOT NULL AND state IN (0, 1, 3))
-SELECT a.n, COALESCE(i.id, o.id, s.id, h.id) AS id, i.id IS NULL AND o.id IS NULL AS duplicate
-FROM asked a LEFT JOIN ins i ON i.id = a.id LEFT JOIN own o ON i.id IS NULL AND o.id = a.id
-LEFT JOIN ins s ON i.id IS NULL AND s.key = a.key LEFT JOIN holders h ON i.id IS NULL AND h.key = a.key
-ORDER BY a.n
-"""
-
-RING_ONE = f"SELECT CASE WHEN {GATE} THEN {RING} END IS NOT NULL".replace("{queue}", "%(queue)s::text")
-
-RING_MANY = f"SELECT CASE WHEN {GATE} THEN {RING} END IS NOT NULL FROM unnest(%(queues)s::text[]) q(queue)".replace(
-    "{queue}", "q.queue"
-)
-
-EXISTS = """
-SELECT 1 FROM {jobs} WHERE id = %(id)s::uuid UNION ALL SELECT 1 FROM {finished} WHERE id = %(id)s::uuid LIMIT 1
-"""
-
-_CLAIM = f"""
-clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM picked),
-taken AS (UPDATE {{jobs}} j SET state = 1, attempt = j.attempt + 1, token = %(token)s::uuid, worker = %(worker)s::text,
-    lease_until = (SELECT now FROM clock) + %(lease)s::bigint, ready_at = NULL,
-    started_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock)
-  WHERE j.id = ANY(ARRAY(SELECT id FROM picked)) AND j.state = 0
-  RETURNING {", ".join("j." + name for name in CLAIMED_COLUMNS)})
-SELECT c.now, p.ord, p.ready_at, {", ".join("t." + name for name in CLAIMED_COLUMNS)}
-FROM clock c LEFT JOIN (taken t JOIN picked p USING (id)) ON true
-"""
-
-# Looks at everything: one index range a queue, best priority first.
-CLAIM_SWEEP = (
-    """
-WITH picked AS MATERIALIZED (
-  SELECT p.id, p.ready_at, lane.ord FROM unnest(%(queues)s::text[]) WITH ORDINALITY AS lane(queue, ord)
-  CROSS JOIN LATERAL (SELECT j.id, j.ready_at FROM {jobs} j WHERE j.queue = lane.queue AND j.ready_at IS NOT NULL
-    ORDER BY j.priority, j.ready_at, j.id LIMIT {limit} FOR UPDATE SKIP LOCKED) p
-  LIMIT {limit}),"""
-    + _CLAIM
-)
-
-# Starts at a low-water mark in each lane: while a snapshot is held open for hours, the index keeps an entry of every job done
-# since, and a claim from the start walks all of them (measured: 5 times dearer after a minute, and growing).
-CLAIM_MARKED = (
-    """
-WITH picked AS MATERIALIZED (
-  SELECT p.id, p.ready_at, lane.ord
-  FROM unnest(%(queues)s::text[], %(priorities)s::smallint[], %(mark_at)s::bigint[], %(mark_id)s::uuid[])
-    WITH ORDINALITY AS lane(queue, priority, mark_at, mark_id, ord)
-  CROSS JOIN LATERAL (SELECT j.id, j.ready_at FROM {jobs} j WHERE j.queue = lane.queue AND j.priority = lane.priority
-    AND j.ready_at IS NOT NULL AND (j.ready_at, j.id) > (lane.mark_at, lane.mark_id)
-    ORDER BY j.ready_at, j.id LIMIT {limit} FOR UPDATE SKIP LOCKED) p
-  LIMIT {limit}),"""
-    + _CLAIM
-)
-
-_MOVED = ", ".join(name for name in FINISHED_COLUMNS if name not in ("state", "finished_at", "payload"))
-_GONE = ", ".join("j." + name for name in FINISHED_COLUMNS if name not in ("state", "finished_at"))
-
-
-def _moved(other: dict[str, str], source: str = "") -> str:
-    """The moved columns in their order, some of them with another value."""
-    return ", ".join(other.get(name, source + name) for name in _MOVED.split(", "))
-
-
-# Only a settle leaves its token in the history: whoever asks again with the token of a cancelled or expired claim has lost it.
-_CRASHED = {"token": "NULL", "lapses": "g.lapses + 1", "error_kind": "'crashed'", "error_summary": "NULL"}
-_BY_OTHERS = _moved({"token": "NULL"})
-
-# All plain successes: no facts come back, the row count tells whether every claim was ours.
-SETTLE_FAST = f"""
-WITH locked AS MATERIALIZED (
-  SELECT j.id, j.token, j.lease_until FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]) ORDER BY j.id FOR UPDATE SKIP LOCKED),
-clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM locked),
-gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(
-    SELECT l.id FROM clock c CROSS JOIN locked l JOIN unnest(%(ids)s::uuid[], %(tokens)s::uuid[]) a(id, token)
-      ON a.id = l.id AND a.token = l.token WHERE l.lease_until > c.now))
-  RETURNING {_GONE})
-INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-SELECT {_moved({"error_kind": "NULL", "error_summary": "NULL"})}, CASE WHEN %(keep)s::boolean THEN payload END, 4, (SELECT now FROM clock)
-FROM gone
-"""
-
-# A job that is put back keeps the token until its next claim, and a finished one for ever: asked again with the same
-# settlement, since the answer was lost with the connection, the database says "already" instead of "lost".
-SETTLE = f"""
-WITH asked AS MATERIALIZED (
-  SELECT * FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[], %(states)s::smallint[], %(kinds)s::text[], %(summaries)s::text[],
-    %(delays)s::bigint[], %(refunds)s::integer[]) AS a(id, token, state, error_kind, error_summary, delay, refund)),
-locked AS MATERIALIZED (
-  SELECT j.id, j.token, j.state, j.lease_until FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]) ORDER BY j.id FOR UPDATE SKIP LOCKED),
-clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM locked),
-owned AS MATERIALIZED (
-  SELECT a.*, c.now FROM clock c CROSS JOIN locked l JOIN asked a USING (id)
-  WHERE l.state = 1 AND l.token = a.token AND l.lease_until > c.now),
-gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(SELECT id FROM owned WHERE state > 3)) RETURNING {_GONE}),
-again AS (UPDATE {{jobs}} j SET state = o.state, lease_until = NULL, attempt = j.attempt - o.refund,
-    error_kind = COALESCE(o.error_kind, j.error_kind),
-    error_summary = CASE WHEN o.error_kind IS NULL THEN j.error_summary ELSE o.error_summary END,
-    run_at = CASE WHEN o.state = 0 AND (o.refund = 0 OR o.delay > 0) THEN o.now + o.delay ELSE j.run_at END,
-    ready_at = CASE WHEN o.state = 0 AND o.delay = 0 THEN o.now END, updated_at = o.now
-  FROM owned o WHERE o.state <= 3 AND j.id = o.id AND j.id = ANY(ARRAY(SELECT id FROM owned WHERE state <= 3)) RETURNING j.id),
-kept AS (INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-  SELECT {_moved({"error_kind": "o.error_kind", "error_summary": "o.error_summary"}, "g.")},
-    CASE WHEN o.state NOT IN (4, 5) OR %(keep)s::boolean THEN g.payload END, o.state, o.now
-  FROM gone g JOIN owned o USING (id) RETURNING id),
-still AS MATERIALIZED (SELECT j.id, j.token FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]))
-SELECT a.id, a.token, CASE WHEN k.id IS NOT NULL THEN 'done'
-  WHEN r.id IS NOT NULL THEN CASE WHEN a.state = 0 THEN 'again' ELSE 'done' END
-  WHEN l.id IS NOT NULL THEN CASE WHEN l.token = a.token AND l.state = a.state THEN 'already' ELSE 'lost' END
-  WHEN s.token = a.token THEN 'busy' ELSE 'lost' END AS fact
-FROM asked a LEFT JOIN owned o ON o.id = a.id AND o.token = a.token
-LEFT JOIN kept k ON k.id = o.id LEFT JOIN again r ON r.id = o.id LEFT JOIN locked l ON l.id = a.id LEFT JOIN still s ON s.id = a.id
-"""
-
-# Asked apart, and only for claims that came back lost: a COMMIT whose answer never arrived is "already", not lost.
-ALREADY = "SELECT id, token, state FROM {finished} WHERE id = ANY(%(ids)s::uuid[])"
-
-RENEW = f"""
-WITH asked AS MATERIALIZED (SELECT * FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[]) AS a(id, token)),
-locked AS MATERIALIZED (
-  SELECT j.id, j.token, j.state, j.lease_until FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[])
-  ORDER BY j.id FOR NO KEY UPDATE SKIP LOCKED),
-clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM locked),
-owned AS MATERIALIZED (
-  SELECT a.id, a.token FROM clock c CROSS JOIN locked l JOIN asked a USING (id)
-  WHERE l.state = 1 AND l.token = a.token AND l.lease_until > c.now),
-renewed AS (UPDATE {{jobs}} j SET lease_until = (SELECT now FROM clock) + %(lease)s::bigint, updated_at = (SELECT now FROM clock)
-  WHERE j.id = ANY(ARRAY(SELECT id FROM owned)) RETURNING j.id),
-still AS MATERIALIZED (SELECT j.id, j.token FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]))
-SELECT a.id, a.token, CASE WHEN r.id IS NOT NULL THEN 'renewed' WHEN l.id IS NOT NULL THEN 'lost'
-  WHEN s.token = a.token THEN 'busy' ELSE 'lost' END AS fact
-FROM asked a LEFT JOIN owned o ON o.id = a.id AND o.token = a.token
-LEFT JOIN renewed r ON r.id = o.id LEFT JOIN locked l ON l.id = a.id LEFT JOIN still s ON s.id = a.id
-"""
-
-# The order keeps the planner to the claim index: LIMIT 1 alone lets it read the table for a queue that holds nothing.
-PROBE = """
-SELECT EXISTS (SELECT 1 FROM unnest(%(queues)s::text[]) q(queue)
-  CROSS JOIN LATERAL (SELECT 1 FROM {jobs} j WHERE j.queue = q.queue AND j.ready_at IS NOT NULL
-    ORDER BY j.priority, j.ready_at, j.id LIMIT 1) one)
-"""
-
-# After a lost connection: rows that were claimed for this worker in a transaction whose answer never arrived.
-RELEASE_UNKNOWN = f"""
-WITH mine AS MATERIALIZED (SELECT id FROM {{jobs}} WHERE state = 1 AND worker = %(worker)s::text
-  AND NOT id = ANY(%(known)s::uuid[]) FOR UPDATE SKIP LOCKED),
-clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM mine)
-UPDATE {{jobs}} j SET state = 0, token = NULL, lease_until = NULL, attempt = attempt - 1,
-  ready_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock)
-WHERE j.id = ANY(ARRAY(SELECT id FROM mine))
-"""
-
-# A clock read before a SKIP LOCKED lock is safe here: what is due stays due, and a row that changed is tested again.
-# A next_run of now means that the limit was reached and more is due.
-PROMOTE = f"""
-WITH clock AS MATERIALIZED (SELECT {NOW} AS now),
-due AS MATERIALIZED (SELECT id FROM {{jobs}} WHERE state = 0 AND ready_at IS NULL AND run_at >= %(mark)s::bigint
-  AND run_at <= (SELECT now FROM clock) ORDER BY run_at, id LIMIT {{limit}} FOR UPDATE SKIP LOCKED),
-moved AS (UPDATE {{jobs}} j SET ready_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock)
-  WHERE j.id = ANY(ARRAY(SELECT id FROM due)) AND j.state = 0 AND j.ready_at IS NULL RETURNING j.queue),
-queues AS MATERIALIZED (SELECT queue, count(*) AS n FROM moved GROUP BY queue)
-SELECT (SELECT now FROM clock), COALESCE((SELECT sum(n) FROM queues), 0)::bigint,
-  (SELECT run_at FROM {{jobs}} WHERE state = 0 AND ready_at IS NULL AND run_at > (SELECT now FROM clock) ORDER BY run_at, id LIMIT 1),
-  (SELECT count(*) FROM queues WHERE CASE WHEN {{notify}} THEN CASE WHEN {GATE} THEN {RING} IS NOT NULL END END)
-""".replace("{queue}", "queues.queue")
-
-EXPIRE = f"""
-WITH clock AS MATERIALIZED (SELECT {NOW} AS now),
-due AS MATERIALIZED (SELECT id, CASE WHEN on_crash = 1 THEN 3 WHEN on_crash = 2 OR attempt >= max_attempts THEN 6 ELSE 0 END AS next
-  FROM {{jobs}} WHERE state = 1 AND lease_until >= %(mark)s::bigint AND lease_until <= (SELECT now FROM clock)
-  ORDER BY lease_until LIMIT {{limit}} FOR UPDATE SKIP LOCKED),
-back AS (UPDATE {{jobs}} j SET state = d.next, token = NULL, lease_until = NULL, lapses = j.lapses + 1, error_kind = 'crashed',
-    error_summary = NULL, ready_at = CASE WHEN d.next = 0 THEN (SELECT now FROM clock) END, updated_at = (SELECT now FROM clock)
-  FROM due d WHERE d.next <> 6 AND j.id = d.id AND j.id = ANY(ARRAY(SELECT id FROM due WHERE next <> 6)) RETURNING j.queue, j.state),
-gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(SELECT id FROM due WHERE next = 6)) RETURNING {_GONE}),
-kept AS (INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-  SELECT {_moved(_CRASHED, "g.")},
-    g.payload, 6, (SELECT now FROM clock) FROM gone g RETURNING id),
-queues AS MATERIALIZED (SELECT queue, count(*) AS n FROM back WHERE state = 0 GROUP BY queue)
-SELECT (SELECT now FROM clock), COALESCE((SELECT sum(n) FROM queues), 0)::bigint, (SELECT count(*) FROM kept),
-  (SELECT count(*) FROM back WHERE state = 3),
-  (SELECT count(*) FROM queues WHERE CASE WHEN {{notify}} THEN CASE WHEN {GATE} THEN {RING} IS NOT NULL END END)
-""".replace("{queue}", "queues.queue")
-
-PRUNE = """
-WITH old AS MATERIALIZED (SELECT id, finished_at FROM {finished}
-  WHERE state = %(state)s::smallint AND finished_at < %(before)s::bigint ORDER BY finished_at LIMIT {limit} FOR UPDATE SKIP LOCKED)
-DELETE FROM {finished} f WHERE f.id = ANY(ARRAY(SELECT id FROM old)) AND (f.id, f.finished_at) IN (SELECT id, finished_at FROM old)
-"""
-
-_FOUND = """
-SELECT COALESCE((SELECT state FROM {jobs} WHERE id = %(id)s::uuid),
-  (SELECT state FROM {finished} WHERE id = %(id)s::uuid ORDER BY finished_at DESC LIMIT 1))
-"""
-
-CANCEL = f"""
-WITH clock AS MATERIALIZED (SELECT {NOW} AS now),
-gone AS (DELETE FROM {{jobs}} j WHERE j.id = %(id)s::uuid AND j.state IN (0, 1, 2) RETURNING {_GONE})
-INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-SELECT {_BY_OTHERS}, payload, 7, (SELECT now FROM clock) FROM gone
-"""
-
-_BACK = ", ".join(name for name in JOB_COLUMNS if name not in (
-    "state", "attempt", "lapses", "run_at", "ready_at", "token", "worker", "lease_until", "started_at", "updated_at",
-))  # fmt: skip
-
-# A finished job comes back under its id with a fresh count of attempts; DO NOTHING covers its key taken by another job.
-RETRY_FINISHED = f"""
-WITH clock AS MATERIALIZED (SELECT {NOW} AS now),
-last AS MATERIALIZED (SELECT * FROM {{finished}} WHERE id = %(id)s::uuid ORDER BY finished_at DESC LIMIT 1 FOR UPDATE),
-ins AS (INSERT INTO {{jobs}} ({_BACK}, state, attempt, lapses, run_at, ready_at, updated_at)
-  SELECT {_BACK}, 0, 0, 0, clock.now, clock.now, clock.now FROM last, clock WHERE last.state IN (4, 5, 6, 7) AND payload IS NOT NULL
-  ON CONFLICT DO NOTHING RETURNING id),
-del AS (DELETE FROM {{finished}} f USING last WHERE f.id = last.id AND f.finished_at = last.finished_at
-  AND f.id IN (SELECT id FROM ins) RETURNING f.id)
-SELECT last.state, last.payload IS NOT NULL, EXISTS (SELECT 1 FROM del), last.queue FROM last
-"""
-
-RETRY_BLOCKED = f"""
-WITH clock AS MATERIALIZED (SELECT {NOW} AS now)
-UPDATE {{jobs}} j SET state = 0, run_at = (SELECT now FROM clock), ready_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock),
-  token = NULL, attempt = CASE WHEN attempt >= max_attempts THEN 0 ELSE attempt END
-WHERE j.id = %(id)s::uuid AND j.state = 2 AND NOT EXISTS (SELECT 1 FROM {{jobs}} k
-  WHERE k.target = j.target AND k.key = j.key AND k.key IS NOT NULL AND k.state IN (0, 1, 3))
-RETURNING j.queue
-"""
-
-RESOLVE = f"""
-WITH clock AS MATERIALIZED (SELECT {NOW} AS now),
-gone AS (DELETE FROM {{jobs}} j WHERE j.id = %(id)s::uuid AND j.state = 3 AND j.updated_at = %(expected)s::bigint RETURNING {_GONE})
-INSERT INTO {{finished}} ({_MOVED}, payload, state, finished_at)
-SELECT {_BY_OTHERS}, payload, %(state)s::smallint, (SELECT now FROM clock) FROM gone
-"""
 
 # SQLSTATEs that say: this connection, or the server behind it, is of no use; take another one.
 _CONNECTION_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "25006", "25P03", "25P04", "53300", "3D000")
 _BUSY_STATES = ("40001", "40P01", "55P03", "55006")
 _MISSING_STATES = ("42P01", "3F000")
 _KEY_STATE = "23505"
-
-
-class Marks:
-    """Low-water marks of one worker connection: places in the indexes behind which nothing is left to find.
-
-    A mark never passes ``now`` minus LAG: a transaction that took its time to commit lands behind the newest row seen, but
-    rarely further back. What it lands behind is found by the sweep, which may cost 5 % of the time. A clock that stepped
-    back resets every mark, since new jobs would be written behind it; a new connection starts without marks."""
-
-    LAG = 200_000
-    SHARE = 20
-    SHORTEST = 0.02
-    CHEAP = 0.02
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.lanes: dict[tuple[str, int], tuple[int, bytes]] = {}
-        self.waiting = 0
-        self.lease = 0
-        self._next: dict[str, float] = {}
-        self._cost: dict[str, float] = {}
-        self._last: dict[str, float] = {}
-
-    def saw(self, now: int) -> None:
-        if now < self.now:
-            self.lanes.clear()
-            self.waiting = self.lease = 0
-            self._next.clear()
-        self.now = now
-
-    def sweep_due(self, probe: str) -> bool:
-        return time.monotonic() >= self._next.get(probe, 0.0)
-
-    def may_look(self, probe: str) -> bool:
-        """Whether a look that found little may be followed by a sweep: the budget is only there for sweeps that became dear."""
-        return self._cost.get(probe, 0.0) <= self.CHEAP or self.sweep_due(probe)
-
-    def swept(self, probe: str, began: float) -> None:
-        """The cheaper of the last two sweeps counts: one that was planned anew, or met a busy moment, would forbid them for seconds."""
-        now = time.monotonic()
-        cost = now - began
-        counts = min(cost, self._last.get(probe, 0.0))
-        self._last[probe], self._cost[probe] = cost, counts
-        self._next[probe] = now + max(self.SHORTEST, self.SHARE * counts)
-
-    def claimed(self, queue: str, priority: int, ready_at: int, job_id: bytes) -> None:
-        newest = self.now - self.LAG
-        mark = (ready_at, job_id) if ready_at < newest else (newest, ZERO)
-        self.lanes[queue, priority] = max(mark, self.lanes.get((queue, priority), (0, ZERO)))
-
-    def lanes_of(self, queues: Sequence[str]) -> list[tuple[str, int, int, bytes]]:
-        return [
-            (queue, priority, *self.lanes[queue, priority])
-            for queue in queues
-            for priority in range(10)
-            if (queue, priority) in self.lanes
-        ]
 
 
 class PostgresSession:
@@ -401,6 +87,7 @@ class PostgresSession:
         self.connection = connection
         self.changed = 0
         self.marks = Marks()
+        self._wire = Wire.of(connection)
         self._cursor = connection.cursor(binary=True)
 
     def execute(self, statement: str, params: Any = None) -> list[Row]:
@@ -408,6 +95,10 @@ class PostgresSession:
         cursor.execute(statement, params)
         self.changed = cursor.rowcount
         return cursor.fetchall() if cursor.description else []
+
+    def planned(self, *steps: tuple[str, Mapping[str, Any]]) -> list[tuple[int, list[Row]]]:
+        """Statements of the worker as one pipelined transaction of their own, with the plans that they are meant to have."""
+        return self._wire.run([(PLANNING, {}), *steps])[1:]
 
     def begin(self, deadline: float | None = None) -> None:
         # A role may default to serializable or read only; our own transactions say what they need.
@@ -602,30 +293,25 @@ class Postgres:
         assert isinstance(session, PostgresSession)
         result, steps = TurnResult(), self._steps(session, turn)
         began = time.monotonic()
-        connection = session.connection
-        cursors = [connection.cursor(binary=True) for _ in steps]
-        with connection.pipeline():
-            for cursor, (_, statement, params) in zip(cursors, steps, strict=True):
-                cursor.execute(statement, params, prepare=True)
-        for cursor, (what, _, _) in zip(cursors, steps, strict=True):
+        answers = session.planned(*((statement, params) for _, statement, params in steps))
+        for (what, _, _), (count, rows) in zip(steps, answers, strict=True):
             if what == "fast":
-                if cursor.rowcount == len(turn.settlements):
-                    result.settled = [Fact.DONE] * len(turn.settlements)
+                if count == len(turn.settlements):
+                    result.settled = [Fact.DONE] * count
                 else:
                     result.settled = self._after_commit(
                         lambda: self.settle(session, turn.settlements), [Fact.BUSY] * len(turn.settlements)
                     )
             elif what == "settle":
-                rows = cursor.fetchall()
                 result.settled = self._after_commit(
                     lambda rows=rows: self._facts(session, turn.settlements, rows),  # type: ignore[misc]
                     _in_order(turn.settlements, rows),
                 )
             elif what == "renew":
-                result.renewed = _in_order(turn.renewals, cursor.fetchall())
+                result.renewed = _in_order(turn.renewals, rows)
             elif what in ("sweep", "marked"):
                 assert turn.claim is not None
-                self._claimed(session.marks, turn.claim, cursor.fetchall(), result)
+                self._claimed(session.marks, turn.claim, rows, result)
                 result.whole = what == "sweep"
                 if result.whole:
                     session.marks.swept("claim", began)
@@ -639,7 +325,7 @@ class Postgres:
         began = time.monotonic()
         _, text, params = self._sweep_step(replace(claim, limit=claim.limit - len(result.claimed)))
         nothing: list[Row] = []
-        rows = self._after_commit(lambda: session.execute(text, params), nothing)
+        rows = self._after_commit(lambda: session.planned((text, params))[0][1], nothing)
         if rows:
             self._claimed(session.marks, claim, rows, result)
             result.whole = True
@@ -698,8 +384,7 @@ class Postgres:
         return "sweep", text, params | {"queues": list(claim.queues)}
 
     def _claim_params(self, claim: ClaimRequest) -> tuple[int, dict[str, Any]]:
-        # Few texts (1, 2, 4 ...), so that each is planned once and then served from its generic plan.
-        limit = 1 << (claim.limit.bit_length() - 1)
+        limit = step_limit(claim.limit)
         return limit, self._clock() | {"token": claim.token.hex(), "worker": claim.worker, "lease": claim.lease}
 
     def _text(self, template: str, limit: int) -> str:
@@ -708,19 +393,17 @@ class Postgres:
     def _claimed(self, marks: Marks, claim: ClaimRequest, rows: list[Row], result: TurnResult) -> None:
         result.now = now = rows[0][0]
         marks.saw(now)
-        found = []
-        for row in rows:
-            if row[3] is None:
-                continue
-            _, lane, ready_at, job_id, task_id, target, fingerprint, payload, key, queue, priority, *rest = row
-            claimed = ClaimedRow(
-                job_id, claim.token, task_id, target, fingerprint, payload, key, queue, priority, ready_at, *rest
+        if rows[0][2] is None:
+            return
+        token, found = claim.token, []
+        for _, queued_at, job_id, task_id, target, fingerprint, payload, key, queue, priority, *rest in rows:
+            found.append(
+                ClaimedRow(job_id, token, task_id, target, fingerprint, payload, key, queue, priority, queued_at, *rest)
             )
-            found.append((lane, priority, ready_at, job_id, claimed))
-        found.sort(key=lambda item: item[:4])  # RETURNING has no order
-        result.claimed += [item[4] for item in found]
-        for _, priority, ready_at, job_id, claimed in found:
-            marks.claimed(claimed.queue, priority, ready_at, job_id)
+            marks.claimed(queue, priority, queued_at, job_id)
+        place = {queue: n for n, queue in enumerate(claim.queues)}
+        found.sort(key=lambda row: (place[row.queue], row.priority, row.ready_at, row.id))  # RETURNING has no order
+        result.claimed += found
 
     def settle(self, session: Session, settlements: Sequence[Settlement]) -> list[Fact]:
         return self._facts(session, settlements, session.execute(self._settle, self._settle_params(settlements)))
@@ -766,18 +449,21 @@ class Postgres:
     # -- upkeep ------------------------------------------------------------------------------------------------------
 
     def upkeep(self, session: OwnSession, limit: int, queues: tuple[str, ...], *, expire: bool = True) -> Due:
-        """Makes due jobs claimable and takes back jobs whose lease ended: two bounded statements, each its own transaction. Without
+        """Makes due jobs claimable and takes back jobs whose lease ended: two bounded statements in one transaction. Without
         ``expire`` only the first: waiting jobs are due to the moment, lost ones can wait a part of their lease."""
         assert isinstance(session, PostgresSession)
         marks, began = session.marks, time.monotonic()
         whole = marks.sweep_due("upkeep")
         params = self._clock() | {"salt": self.names.salt}
         promote = self._text(PROMOTE, limit)
-        now, promoted, next_run, _ = session.execute(promote, params | {"mark": 0 if whole else marks.waiting})[0]
+        steps = [(promote, params | {"mark": 0 if whole else marks.waiting})]
+        if expire:
+            steps.append((self._text(EXPIRE, limit), params | {"mark": 0 if whole else marks.lease}))
+        answers = session.planned(*steps)
+        now, promoted, next_run, _ = answers[0][1][0]
         again = dead = unknown = 0
         if expire:
-            take_back = self._text(EXPIRE, limit)
-            now, again, dead, unknown, _ = session.execute(take_back, params | {"mark": 0 if whole else marks.lease})[0]
+            now, again, dead, unknown, _ = answers[1][1][0]
         marks.saw(now)
         if promoted < limit:
             marks.waiting = now - marks.LAG
@@ -790,6 +476,7 @@ class Postgres:
 
     def prune(self, session: Session, states: Sequence[State], before: int, limit: int) -> int:
         total = 0
+        session.execute(PLANNING)
         for state in states:
             if total < limit:
                 session.execute(self._text(PRUNE, limit - total), {"state": int(state), "before": before})

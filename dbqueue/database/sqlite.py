@@ -96,8 +96,8 @@ FROM {jobs} WHERE queue = :queue AND ready_at IS NOT NULL ORDER BY priority, rea
 """
 
 CLAIM_TAKE = """
-UPDATE {jobs} SET state = 1, attempt = attempt + 1, token = :token, worker = :worker, lease_until = :lease_until, ready_at = NULL,
-  started_at = :now, updated_at = :now WHERE id = :id AND ready_at IS NOT NULL
+UPDATE {jobs} SET state = 1, attempt = attempt + 1, token = :token, worker = :worker, lease_until = :lease_until, queued_at = ready_at,
+  ready_at = NULL, started_at = :now, updated_at = :now WHERE id = :id AND ready_at IS NOT NULL
 """
 
 _MOVED = ", ".join(
@@ -191,7 +191,7 @@ SELECT {_moved({"token": "NULL"})}, payload, error_kind, error_summary, :state, 
 """
 
 _BACK = ", ".join(name for name in JOB_COLUMNS if name not in (
-    "state", "attempt", "lapses", "run_at", "ready_at", "token", "worker", "lease_until", "started_at", "updated_at",
+    "state", "attempt", "lapses", "run_at", "ready_at", "queued_at", "token", "worker", "lease_until", "started_at", "updated_at",
 ))  # fmt: skip
 REVIVE = f"""
 INSERT INTO {{jobs}} ({_BACK}, state, attempt, lapses, run_at, ready_at, updated_at)

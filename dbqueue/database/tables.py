@@ -24,12 +24,22 @@ _BOTH = (
     "max_attempts", "timeout_ms", "on_crash", "token", "worker", "error_kind", "error_summary", "source", "sequence",
     "created_at", "started_at",
 )  # fmt: skip
-JOB_COLUMNS = (*_BOTH, "ready_at", "lease_until", "updated_at")
+JOB_COLUMNS = (*_BOTH, "ready_at", "queued_at", "lease_until", "updated_at")
 FINISHED_COLUMNS = (*_BOTH, "finished_at")
 
 _BINARY = {"id", "token", "fingerprint", "payload"}
 _SMALL = {"priority", "state", "on_crash", "attempt", "lapses", "max_attempts", "timeout_ms"}
-_INSTANTS = {"run_at", "ready_at", "lease_until", "created_at", "started_at", "updated_at", "finished_at", "sequence"}
+_INSTANTS = {
+    "run_at",
+    "ready_at",
+    "queued_at",
+    "lease_until",
+    "created_at",
+    "started_at",
+    "updated_at",
+    "finished_at",
+    "sequence",
+}
 
 BEST_PRIORITY, WORST_PRIORITY, DEFAULT_PRIORITY = 9, 0, 0
 

@@ -15,7 +15,8 @@ import time
 from typing import Any, Protocol
 
 from dbqueue.database.dialect import OwnSession
-from dbqueue.database.postgres import GATE_KEY, Postgres
+from dbqueue.database.postgres import Postgres
+from dbqueue.database.postgres_statements import GATE_KEY
 from dbqueue.database.tables import Names
 
 KEYS = f"SELECT q.queue, {GATE_KEY.replace('{queue}', 'q.queue')} FROM unnest(%(queues)s::text[]) q(queue)"

@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from dbqueue.database.engine import Database
-from dbqueue.database.postgres import RING_ONE, Postgres
+from dbqueue.database.postgres import Postgres
+from dbqueue.database.postgres_statements import RING_ONE
 from dbqueue.database.wakeup import Listener
 from dbqueue.doctor.check import Finding, Patient, Problem, Status, verdict
 from dbqueue.errors import ConnectionLost

@@ -11,7 +11,7 @@ import psycopg2
 import pytest
 
 from dbqueue import using
-from dbqueue.database.postgres import GATE_KEY
+from dbqueue.database.postgres_statements import GATE_KEY
 from tests.joined.shop import Order, Shop
 
 pytestmark = [pytest.mark.req("D5"), pytest.mark.databases("postgres")]

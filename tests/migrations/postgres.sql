@@ -39,6 +39,7 @@ CREATE TABLE dbqueue_jobs (
     state smallint NOT NULL,
     run_at bigint NOT NULL,
     ready_at bigint,
+    queued_at bigint,
     attempt integer NOT NULL DEFAULT 0,
     lapses integer NOT NULL DEFAULT 0,
     max_attempts integer NOT NULL,

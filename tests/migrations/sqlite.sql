@@ -63,6 +63,7 @@ CREATE TABLE "dbqueue_jobs" (
     state INTEGER NOT NULL CHECK (state BETWEEN 0 AND 3),  -- 0 pending, 1 running, 2 blocked, 3 unknown
     run_at INTEGER NOT NULL,  -- every instant is UTC microseconds
     ready_at INTEGER,  -- when it became claimable; NULL while it waits for run_at, runs or is held
+    queued_at INTEGER,  -- its ready_at when it was last claimed: it waited from there to started_at
     attempt INTEGER NOT NULL DEFAULT 0,
     lapses INTEGER NOT NULL DEFAULT 0,
     max_attempts INTEGER NOT NULL,

@@ -15,7 +15,8 @@ import pytest
 
 from dbqueue.clock import SECOND
 from dbqueue.database.engine import Database
-from dbqueue.database.postgres import Marks, PostgresSession
+from dbqueue.database.marks import Marks
+from dbqueue.database.postgres import PostgresSession
 from dbqueue.database.tables import ClaimedRow
 from dbqueue.states import State
 from tests.factory import LEASE, claim_turn, make, new_job, now, rows

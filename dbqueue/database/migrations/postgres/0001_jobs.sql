@@ -16,6 +16,7 @@ CREATE TABLE {jobs} (
     state smallint NOT NULL CHECK (state BETWEEN 0 AND 3),  -- 0 pending, 1 running, 2 blocked, 3 unknown
     run_at bigint NOT NULL,  -- every instant is UTC microseconds
     ready_at bigint,  -- when it became claimable; NULL while it waits for run_at, runs or is held
+    queued_at bigint,  -- its ready_at when it was last claimed: it waited from there to started_at
     attempt integer NOT NULL DEFAULT 0,
     lapses integer NOT NULL DEFAULT 0,
     max_attempts integer NOT NULL,

@@ -1,0 +1,142 @@
+"""The worker's turn on the wire: prepared statements, pipelined behind one Sync, on libpq itself.
+
+psycopg's cursors cost 300 us a turn, which is what a turn of four jobs may cost altogether; libpq through ``psycopg.pq`` costs a
+third. This is the only place that goes below the cursor. The connection stays an ordinary psycopg connection between two turns.
+
+Parameters travel as text, whose types the casts in our statements fix; rows come back in binary through psycopg's own loaders.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from dbqueue.database.dialect import Row
+
+_PLAIN = re.compile(r"[0-9a-zA-Z_-]+").fullmatch
+
+
+class Statement:
+    """One of our texts with ``%(name)s`` as ``$n``, and the order of its parameters."""
+
+    def __init__(self, text: str) -> None:
+        order: dict[str, int] = {}
+        numbered = re.sub(r"%\((\w+)\)s", lambda m: f"${order.setdefault(m[1], len(order) + 1)}", text)
+        self.text = numbered.encode()
+        self.names = tuple(order)
+
+
+class Wire:
+    """One connection's; ``of`` gives the same one for the same connection, since what it has prepared lives as long as that."""
+
+    @classmethod
+    def of(cls, connection: Any) -> Wire:
+        wire: Wire | None = getattr(connection, "_dbqueue_wire", None)
+        if wire is None:
+            # On our own connection, and not in a weak dictionary: the transformer refers back to the connection.
+            wire = connection._dbqueue_wire = cls(connection)
+        return wire
+
+    def __init__(self, connection: Any) -> None:
+        from psycopg import adapt, errors, pq
+
+        self._wire = connection.pgconn
+        self._transformer = adapt.Transformer(connection)
+        self._errors, self._status = errors, pq.ExecStatus
+        self._prepared: dict[str, tuple[bytes, Statement]] = {}
+        self._numbers = count(1)
+
+    def run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
+        """Runs the statements as one implicit transaction, committed by the Sync that ends them; returns row count and rows of each.
+        Raises the driver's error; then nothing of it was committed, unless the connection itself was lost."""
+        wire = self._wire
+        wire.nonblocking = 1
+        wire.enter_pipeline_mode()
+        try:
+            expected: list[str | None] = []
+            for text, params in steps:
+                name, statement = self._prepare(text, expected)
+                wire.send_query_prepared(name, [literal(params[n]) for n in statement.names], None, 1)
+                expected.append(None)
+            wire.pipeline_sync()
+            results = self._receive(expected)
+        finally:
+            if wire.status == 0:
+                wire.exit_pipeline_mode()
+                wire.nonblocking = 0
+        return [self._read(result) for result in results]
+
+    def _prepare(self, text: str, expected: list[str | None]) -> tuple[bytes, Statement]:
+        known = self._prepared.get(text)
+        if known is None:
+            known = self._prepared[text] = (b"dbqueue_%d" % next(self._numbers), Statement(text))
+            self._wire.send_prepare(known[0], known[1].text)
+            expected.append(text)
+        return known
+
+    def _receive(self, expected: Sequence[str | None]) -> list[Any]:
+        """Waits on the socket, never inside libpq: its own wait holds the interpreter's lock. ``expected`` has the text of what is
+        being prepared, or None for a result."""
+        wire, results, failed = self._wire, [], None
+        poll = select.poll()
+        poll.register(wire.socket, select.POLLIN | select.POLLOUT)
+        while wire.flush():
+            poll.poll()
+            wire.consume_input()
+        poll.modify(wire.socket, select.POLLIN)
+        pending = deque([*expected, "Sync"])
+        while pending:
+            while wire.is_busy():
+                poll.poll()
+                wire.consume_input()
+            result = wire.get_result()
+            if result is None:  # the end of one statement's results
+                continue
+            preparing = pending.popleft()
+            if result.status in (self._status.FATAL_ERROR, self._status.PIPELINE_ABORTED):
+                failed = failed or result
+                if preparing is not None:
+                    self._prepared.pop(preparing, None)
+            elif preparing is None:
+                results.append(result)
+        if failed is not None:
+            raise self._errors.error_from_result(failed)
+        return results
+
+    def _read(self, result: Any) -> tuple[int, list[Row]]:
+        count = result.command_tuples or 0
+        if result.status != self._status.TUPLES_OK or not result.ntuples:
+            return count, []
+        self._transformer.set_pgresult(result, set_loaders=True)
+        return count, self._transformer.load_rows(0, result.ntuples, tuple)
+
+
+def literal(value: Any) -> bytes | None:
+    """PostgreSQL's text form of what our statements take: numbers, texts, flags and lists of them."""
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        return b"t" if value else b"f"
+    if isinstance(value, int):
+        return b"%d" % value
+    if isinstance(value, list):
+        return ("{" + ",".join([_element(item) for item in value]) + "}").encode()
+    if "\0" in value:  # libpq would end the text there without a word
+        raise ValueError("a text for PostgreSQL cannot contain NUL")
+    return bytes(value.encode())
+
+
+def _element(item: str | int | None) -> str:
+    if item is None:
+        return "NULL"
+    if isinstance(item, int):
+        return str(item)
+    if _PLAIN(item) and item.upper() != "NULL":
+        return item
+    if "\0" in item:
+        raise ValueError("a text for PostgreSQL cannot contain NUL")
+    return '"' + item.replace("\\", "\\\\").replace('"', '\\"') + '"'
