@@ -263,11 +263,9 @@ def _psycopg_cursor(connection: Any) -> Any:
     from psycopg import Cursor
     from psycopg.rows import tuple_row
     from psycopg.types.array import ListBinaryDumper
-    from psycopg.types.string import BytesBinaryDumper
 
     cursor = Cursor(connection, row_factory=tuple_row)
-    # As text it would be escaped once too often where the caller switched standard_conforming_strings off.
-    cursor.adapters.register_dumper(bytes, BytesBinaryDumper)
+    # As text, bytes in a list are escaped once too often where the caller switched standard_conforming_strings off.
     cursor.adapters.register_dumper(list, ListBinaryDumper)
     return cursor
 

@@ -12,6 +12,7 @@ import re
 import select
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -29,6 +30,11 @@ class Statement:
         self.text = numbered.encode()
         self.names = tuple(order)
 
+    @staticmethod
+    @cache
+    def of(text: str) -> Statement:
+        return Statement(text)
+
 
 class Wire:
     """One connection's; ``of`` gives the same one for the same connection, since what it has prepared lives as long as that."""
@@ -44,7 +50,7 @@ class Wire:
     def __init__(self, connection: Any) -> None:
         from psycopg import adapt, errors, pq
 
-        self._wire = connection.pgconn
+        self._connection, self._wire = connection, connection.pgconn
         self._transformer = adapt.Transformer(connection)
         self._errors, self._status = errors, pq.ExecStatus
         self._prepared: dict[str, tuple[bytes, Statement]] = {}
@@ -53,14 +59,21 @@ class Wire:
     def run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
         """Runs the statements as one implicit transaction, committed by the Sync that ends them; returns row count and rows of each.
         Raises the driver's error; then nothing of it was committed, unless the connection itself was lost."""
+        try:
+            return self._run(steps)
+        except self._errors.InvalidSqlStatementName:
+            # After a ROLLBACK psycopg deallocates all that is prepared on its connection, ours too.
+            self._prepared.clear()
+            return self._run(steps)
+
+    def _run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
         wire = self._wire
         wire.nonblocking = 1
         wire.enter_pipeline_mode()
         try:
             expected: list[str | None] = []
             for text, params in steps:
-                name, statement = self._prepare(text, expected)
-                wire.send_query_prepared(name, [literal(params[n]) for n in statement.names], None, 1)
+                self._send(text, params, expected)
                 expected.append(None)
             wire.pipeline_sync()
             results = self._receive(expected)
@@ -70,10 +83,18 @@ class Wire:
                 wire.nonblocking = 0
         return [self._read(result) for result in results]
 
+    def _send(self, text: str, params: Mapping[str, Any], expected: list[str | None]) -> None:
+        if self._connection.prepare_threshold is not None:
+            name, statement = self._prepare(text, expected)
+            self._wire.send_query_prepared(name, [literal(params[n]) for n in statement.names], None, 1)
+        else:  # a pooler may give each transaction another server: nothing has a name
+            statement = Statement.of(text)
+            self._wire.send_query_params(statement.text, [literal(params[n]) for n in statement.names], None, None, 1)
+
     def _prepare(self, text: str, expected: list[str | None]) -> tuple[bytes, Statement]:
         known = self._prepared.get(text)
         if known is None:
-            known = self._prepared[text] = (b"dbqueue_%d" % next(self._numbers), Statement(text))
+            known = self._prepared[text] = (b"dbqueue_%d" % next(self._numbers), Statement.of(text))
             self._wire.send_prepare(known[0], known[1].text)
             expected.append(text)
         return known

@@ -151,7 +151,8 @@ def test_claim(db: Database, session: OwnSession) -> None:
     row, difference = moved_back(db, job)
     instant = at(row["updated_at"])
     assert difference == {
-        "state": 1, "attempt": 1, "token": token, "worker": "me", "lease_until": instant + 7 * MINUTE, "ready_at": None, "queued_at": job.row["ready_at"],
+        "state": 1, "attempt": 1, "token": token, "worker": "me", "lease_until": instant + 7 * MINUTE, "ready_at": None,
+        "queued_at": job.row["ready_at"],
         "started_at": instant, "updated_at": instant,
     }  # fmt: skip
     shown = {name: row[name] for name in ClaimedRow.__dataclass_fields__ if name != "ready_at"}

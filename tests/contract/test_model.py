@@ -124,9 +124,13 @@ class QueueMachine(RuleBasedStateMachine):
 
     # -- producers -------------------------------------------------------------------------------------------------------
 
-    @initialize(on_crash=st.sampled_from(OnCrash))
-    def begin(self, on_crash: OnCrash) -> None:
-        self.enqueue(QUEUES[0], 4, ["a", None, None], 0, 2, on_crash, many=True)
+    @initialize()
+    def begin(self) -> None:
+        """Claims of every kind are under way: it takes few steps from here to whatever may happen to one."""
+        for on_crash, key in zip(OnCrash, ("a", "b", None), strict=True):
+            self.enqueue(QUEUES[0], 4, [key, None], 0, 2, on_crash, many=True)
+        self.the_tables_say_what_the_model_says()
+        self.claim(0, 4, QUEUES, HALF, False)
 
     @rule(
         queue=st.sampled_from(QUEUES),

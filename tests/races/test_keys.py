@@ -187,7 +187,8 @@ def test_a_key_is_waited_for_while_its_holder_is_not_committed(db: Database) -> 
         answers: list[tuple[bytes, bool]] = []
 
         def enqueue(job: object = second, answers: list[tuple[bytes, bool]] = answers) -> None:
-            answer = db.run(lambda s: db.dialect.enqueue(s, job))  # type: ignore[arg-type]
+            with db.session() as session:
+                answer = db.dialect.enqueue(session, job)  # type: ignore[arg-type]
             answers.append((answer.id, answer.duplicate))
 
         with psycopg.connect(db.url.render_as_string(hide_password=False)) as other:

@@ -189,3 +189,70 @@ def test_a_session_that_the_server_ended_is_not_used_again(postgres: Server, fre
         with pytest.raises(ConnectionLost):
             fresh_db.single(verb)
         assert fresh_db.single(lambda session: session.execute("SELECT 1")) == [(1,)]
+
+
+# -- the connection of a turn -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.databases("postgres")
+@pytest.mark.req("D11")
+def test_a_rollback_between_two_turns_does_not_spoil_the_next(db: Database, session: OwnSession) -> None:
+    """psycopg deallocates every prepared statement of its connection then, once it has prepared one of its own."""
+    db.dialect.turn(session, claim_turn())
+    for _ in range(8):
+        session.execute("SELECT %(n)s::int", {"n": 1})
+    session.begin()
+    session.rollback()
+    job = make(db)
+    assert [row.id for row in db.dialect.turn(session, claim_turn()).claimed] == [job.id]
+
+
+@pytest.mark.databases("postgres")
+@pytest.mark.req("D11")
+def test_behind_a_transaction_pooler_nothing_is_prepared(db: Database) -> None:
+    url = db.url.update_query_dict({"pgbouncer": "true"}).render_as_string(hide_password=False)
+    with closing(Database(url)) as behind, closing(behind.open_session()) as session:
+        for _ in range(8):
+            job = make(db)
+            claimed = behind.dialect.turn(session, claim_turn()).claimed
+            assert [row.id for row in claimed] == [job.id]
+            ended = Settlement(claimed[0].id, claimed[0].token, State.ACKED, "default")
+            assert behind.dialect.turn(session, Turn([ended])).settled == [Fact.DONE]
+            behind.dialect.upkeep(session, 10, ("default",))
+        assert session.execute("SELECT count(*) FROM pg_prepared_statements") == [(0,)]
+
+
+@pytest.mark.databases("postgres")
+@pytest.mark.req("D11")
+@pytest.mark.parametrize(
+    ("how", "error"), [("pg_terminate_backend", ConnectionLost), ("pg_cancel_backend", DatabaseError)]
+)
+def test_a_turn_that_is_ended_under_way_raises_and_changes_nothing(
+    db: Database, session: OwnSession, how: str, error: type[Exception]
+) -> None:
+    job, ready = make(db, State.RUNNING), make(db)
+    before, pid = rows(db), session.execute("SELECT pg_backend_pid()")[0][0]
+    turn = replace(claim_turn(), settlements=[job.settlement(State.ACKED)], renewals=[job.held])
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with db.errors():
+                db.dialect.turn(session, turn)
+        except Exception as caught:
+            raised.append(caught)
+
+    with db.transaction() as other:
+        other.execute("LOCK TABLE dbqueue_jobs IN ACCESS EXCLUSIVE MODE")
+        thread = threading.Thread(target=run)
+        thread.start()
+        waits = f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid} AND wait_event_type = 'Lock'"
+        wait_for(lambda: other.execute(waits))
+        other.execute(f"SELECT {how}({pid})")
+        thread.join(10)
+        assert not thread.is_alive()
+    assert type(raised[0]) is error
+    assert rows(db) == before
+    if error is DatabaseError:
+        result = db.dialect.turn(session, turn)
+        assert (result.settled, [row.id for row in result.claimed]) == ([Fact.DONE], [ready.id])
