@@ -77,6 +77,7 @@ MOVES: dict[tuple[str, State], tuple[State, ...]] = {
     ("release", R): (P,),
     ("block", R): (B,),
     ("bury", R): (State.DEAD,),
+    ("crash", R): (P, U, State.DEAD),
     # by the sweep, once the lease has ended by the database's clock
     ("expire", R): (P, U, State.DEAD),
     # by an operator or the application

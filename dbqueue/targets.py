@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
@@ -73,9 +73,10 @@ class Target(Generic[P]):
     __dbqueue_target__ = True  # told apart by the payload checks, which stand below this module
 
     def __init__(
-        self, name: str, handler: Callable[..., None], schema: PayloadSchema, policy: Policy, writer: Writer
+        self, name: str, handler: Callable[..., Any], schema: PayloadSchema, policy: Policy, writer: Writer
     ) -> None:
         self.name, self.handler, self.schema, self.policy = name, handler, schema, policy
+        self.is_async = inspect.iscoroutinefunction(handler)
         self._writer = writer
         self.__doc__ = handler.__doc__
 
@@ -158,7 +159,11 @@ class Declare(Protocol):
     """What ``queue.job(...)`` returns: a decorator for a function of one record, or of nothing."""
 
     @overload
+    def __call__(self, handler: Callable[[], Coroutine[Any, Any, None]], /) -> Target[None]: ...
+    @overload
     def __call__(self, handler: Callable[[], None], /) -> Target[None]: ...
+    @overload
+    def __call__(self, handler: Callable[[P], Coroutine[Any, Any, None]], /) -> Target[P]: ...
     @overload
     def __call__(self, handler: Callable[[P], None], /) -> Target[P]: ...
 
@@ -210,12 +215,8 @@ def _record_of(handler: Callable[..., Any], name: str, namespace: dict[str, Any]
     def refuse(what: str, remedy: str) -> NoReturn:
         raise InvalidTarget(f"target {name!r}: {what}; {remedy}")
 
-    if (
-        inspect.iscoroutinefunction(handler)
-        or inspect.isgeneratorfunction(handler)
-        or inspect.isasyncgenfunction(handler)
-    ):
-        refuse("it is a coroutine or generator function", "write a plain function")
+    if inspect.isgeneratorfunction(handler) or inspect.isasyncgenfunction(handler):
+        refuse("it is a generator function", "write a plain function or a coroutine function (async def)")
     parameters = list(inspect.signature(handler).parameters.values())
     try:
         hints = typing.get_type_hints(handler, localns=namespace, include_extras=True)

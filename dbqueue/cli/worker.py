@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ from dbqueue.cli.output import iso
 from dbqueue.errors import InvalidName
 from dbqueue.settings import check_name
 
+POOLS = ("threads", "processes", "prefork")
 LEVELS = ("debug", "info", "warning", "error", "critical", "fatal")
 
 
@@ -28,12 +30,6 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
         return tuple(dict.fromkeys(check_name("queue", name.strip()) for name in value.split(",")))
     except InvalidName as error:
         raise click.BadParameter(str(error)) from None
-
-
-def _threads(_: click.Context, __: click.Parameter, value: str) -> str:
-    if value != "threads":
-        raise click.BadParameter("this worker runs jobs in threads and has no other pool: leave -P out")
-    return value
 
 
 def _expanded(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
@@ -68,7 +64,30 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
 )
 @click.option("-l", "--loglevel", type=click.Choice(LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("-P", "--pool", default="threads", metavar="threads", callback=_threads, help="Where jobs run: threads.")
+@click.option(
+    "-P",
+    "--pool",
+    type=click.Choice(POOLS),
+    default="threads",
+    show_default=True,
+    help="Where jobs run. Processes (prefork is the same) are killed at their timeout.",
+)
+@click.option(
+    "--max-jobs-per-child",
+    "--max-tasks-per-child",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Replace a child process after so many jobs.",
+)
+@click.option(
+    "--max-memory-per-child", type=click.IntRange(1), metavar="KIB", help="Replace a child that holds more than this."
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1, 256),
+    metavar="N",
+    help="Run so many of these workers, and replace those that end.",
+)
 @click.option(
     "--lease",
     type=click.FloatRange(0.1, 7_200),
@@ -88,7 +107,8 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
 @traceback_option
 def worker(
     app: str | None, queues: tuple[str, ...] | None, concurrency: int | None, hostname: str | None, loglevel: str,
-    log_format: str, pool: str, lease: float | None, once: bool, max_jobs: int | None, shutdown: float,
+    log_format: str, pool: str, max_jobs_per_child: int | None, max_memory_per_child: int | None, processes: int | None,
+    lease: float | None, once: bool, max_jobs: int | None, shutdown: float,
     health_file: str | None,
 ) -> int:  # fmt: skip
     """Run jobs. -A names the module whose import declares them all.
@@ -102,11 +122,22 @@ def worker(
     app = click.get_current_context().find_root().params.get("app") if app is None else app
     if app is None:
         raise click.UsageError("a worker needs -A: the module that declares its jobs")
-    from dbqueue.runtime.worker import WorkerOptions, run_worker  # the other commands need none of it
+    if pool == "threads" and (max_jobs_per_child or max_memory_per_child):
+        raise click.UsageError("--max-jobs-per-child and --max-memory-per-child need child processes: -P processes")
+    if processes is not None:
+        from dbqueue.cli.supervisor import supervise, without
+
+        set_up_logging(loglevel, log_format)
+        return supervise(without(sys.argv[1:], "--processes"), processes)
+    from dbqueue.runtime.processes import ChildOptions  # the other commands need none of it
+    from dbqueue.runtime.worker import WorkerOptions, run_worker
 
     options = WorkerOptions(
         queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,
-        health_file=health_file,
+        health_file=health_file, pool=pool,
+        child=ChildOptions(
+            (app.partition(":")[0],), partial(set_up_logging, loglevel, log_format), max_jobs_per_child, max_memory_per_child
+        ),
     )  # fmt: skip
     with Asked(app, None, False).opened() as queue:
         set_up_logging(loglevel, log_format)

@@ -13,8 +13,9 @@ from dbqueue import events, ids
 from dbqueue.database.tables import ClaimedRow, Fact, Settlement
 from dbqueue.retry import Backoff
 from dbqueue.runtime.context import JobContext
+from dbqueue.runtime.execute import Work
 from dbqueue.runtime.running import NEVER, Key, Running, decide, failed, released
-from dbqueue.runtime.slots import ThreadSlots, Work
+from dbqueue.runtime.slots import Slots
 from dbqueue.states import Kind, State
 from dbqueue.targets import Target
 
@@ -27,7 +28,7 @@ BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 class Claims:
     """``lease`` is in microseconds, instants are of time.monotonic()."""
 
-    def __init__(self, slots: ThreadSlots, lease: int, backoff: Backoff) -> None:
+    def __init__(self, slots: Slots, lease: int, backoff: Backoff) -> None:
         self._slots, self._lease, self._backoff = slots, lease, backoff
         self._running: dict[Key, Running] = {}
         self._unsettled: dict[Key, Running] = {}
@@ -99,9 +100,10 @@ class Claims:
                 running.work.context.cancel()
             elif running.timed_out and now >= running.give_up_at:
                 self._slots.abandon(running.work)
-                abandoned = True
-                job, target = running.work.context.id, running.row.target
-                events.emit(events.SlotAbandoned(job, target, self._slots.abandoned, self._limit))
+                if not self._slots.kills:
+                    abandoned = True
+                    job, target = running.work.context.id, running.row.target
+                    events.emit(events.SlotAbandoned(job, target, self._slots.abandoned, self._limit))
                 self._end_without_handler(running, now)
         return abandoned and self._slots.abandoned >= self._limit
 
@@ -111,7 +113,7 @@ class Claims:
 
     def _flag(self, running: Running, now: float) -> None:
         running.timed_out = True
-        running.give_up_at = now + min(TIMEOUT_GRACE, self._lease / 4e6)
+        running.give_up_at = now if self._slots.kills else now + min(TIMEOUT_GRACE, self._lease / 4e6)
         running.work.context.cancel()
         row = running.row
         events.emit(events.JobTimedOut(running.work.context.id, row.target, row.attempt, (row.timeout_ms or 0) / 1000))

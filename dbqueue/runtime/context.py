@@ -19,7 +19,10 @@ class JobContext:
 
     def __init__(self, job_id: UUID, target: str, attempt: int, max_attempts: int) -> None:
         self.id, self.target, self.attempt, self.max_attempts = job_id, target, attempt, max_attempts
-        self._cancel = threading.Event()
+        self.is_cancelled = False
+        self.on_cancel: Callable[[], None] | None = None
+        """How the flag reaches a coroutine, or a child process."""
+        self._event: threading.Event | None = None
         self.noticed = False
         """The handler has seen the flag: if it returns now, it has stopped half-way and not succeeded."""
 
@@ -27,16 +30,24 @@ class JobContext:
     def cancelled(self) -> bool:
         """The timeout passed, the lease was lost, the job was cancelled, or the worker must stop: a handler that runs long looks
         here between its steps and returns or raises. Having seen True, its return is not taken for success."""
-        self.noticed = self._cancel.is_set()
+        self.noticed = self.is_cancelled
         return self.noticed
 
     def wait(self, seconds: float) -> bool:
         """Sleeps unless cancelled; returns whether it was."""
-        self.noticed = self._cancel.wait(seconds)
+        self._event = event = (
+            self._event or threading.Event()
+        )  # made only where it is needed: it costs more than the rest
+        self.noticed = self.is_cancelled or event.wait(seconds)
         return self.noticed
 
     def cancel(self) -> None:
-        self._cancel.set()
+        """Sets the flag, from any thread. First the flag and then the event, as ``wait`` looks the other way round."""
+        self.is_cancelled = True
+        if self._event is not None:
+            self._event.set()
+        if self.on_cancel is not None:
+            self.on_cancel()
 
 
 _job: ContextVar[JobContext | None] = ContextVar("dbqueue_job", default=None)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from dbqueue import settings
 from dbqueue.errors import ConfigError
+from dbqueue.runtime.processes import ChildOptions
+
+POOLS = ("threads", "processes", "prefork")
+"""The last two are one: prefork is Celery's name for it."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class WorkerOptions:
     """Ends after this many jobs were claimed and settled."""
     shutdown: float = 30.0
     """How long running jobs may take to end after a stop was asked for."""
+    pool: str = "threads"
+    """Where jobs run: threads (and ``async def`` handlers in an event loop), or processes."""
+    child: ChildOptions | None = None
+    """What the children of process slots import first, and when they are replaced."""
     health_file: str | None = None
     """Written once a second while the loop comes round and the database answers; see ``health``."""
 
@@ -38,6 +46,8 @@ class WorkerOptions:
         seconds = self.shutdown
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
             raise ConfigError(f"--shutdown is a number of seconds from 0; got {settings.describe(seconds)}")
+        if self.pool not in POOLS:
+            raise ConfigError(f"-P is one of {', '.join(POOLS)}; got {settings.describe(self.pool)}")
         if self.name is not None:
             settings.check_name("worker", self.name)
 

@@ -8,9 +8,9 @@ from dbqueue import clock
 from dbqueue.database.tables import ClaimedRow, Held, Settlement
 from dbqueue.events import JobEnded
 from dbqueue.retry import Backoff
-from dbqueue.runtime.slots import Outcome, Work
+from dbqueue.runtime.execute import Outcome, Work
 from dbqueue.settings import POLICY
-from dbqueue.states import Kind, State
+from dbqueue.states import Kind, OnCrash, State
 from dbqueue.targets import Target
 
 NEVER = float("inf")
@@ -115,9 +115,19 @@ def failed(
     return Settlement(row.id, row.token, State.PENDING, row.queue, kind, summary, wait)
 
 
+def crashed(row: ClaimedRow, target: Target[object] | None, default: Backoff, summary: str | None) -> Settlement:
+    """Its process died under it: what the sweep would do with a lease that ended, at once and with the target's backoff."""
+    if row.on_crash == OnCrash.RETRY:
+        return failed(row, target, default, Kind.CRASHED, summary)
+    state = State.UNKNOWN if row.on_crash == OnCrash.UNKNOWN else State.DEAD
+    return Settlement(row.id, row.token, state, row.queue, Kind.CRASHED, summary)
+
+
 def decide(running: Running, outcome: Outcome, default: Backoff, *, stopping: bool) -> Settlement:
     """``stopping``: the cancel flags were set because the worker must end."""
     row, target, state = running.row, running.work.target, outcome.state
+    if outcome.kind is Kind.CRASHED and not running.timed_out:
+        return crashed(row, target, default, outcome.summary)
     if state is State.BLOCKED:
         return blocked(row, outcome.kind or Kind.CORRUPT_PAYLOAD, outcome.summary)
     if running.timed_out and state in (State.SUCCEEDED, State.PENDING):

@@ -35,9 +35,10 @@ from dbqueue.runtime.connection import Connection
 from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
 from dbqueue.runtime.options import WorkerOptions
+from dbqueue.runtime.processes import ChildOptions, ProcessSlots, address
 from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, released
 from dbqueue.runtime.shutdown import stop_on_signals
-from dbqueue.runtime.slots import ThreadSlots
+from dbqueue.runtime.slots import Slots, ThreadSlots
 from dbqueue.runtime.stopping import Stopping
 from dbqueue.runtime.upkeep import Upkeep
 from dbqueue.runtime.wake import Wake
@@ -47,6 +48,8 @@ __all__ = ["EXIT_ABANDONED", "EXIT_CLEAN", "Worker", "WorkerOptions", "run_worke
 log = logging.getLogger("dbqueue")
 
 EXIT_CLEAN = 0
+EXIT_BROKEN = 1
+"""No child process can be had: the application cannot be imported, as a rule."""
 EXIT_ABANDONED = 75
 """EX_TEMPFAIL: half of the slots hold jobs that ignore their timeout; a supervisor is to start a fresh process."""
 
@@ -79,7 +82,7 @@ class Worker:
         self.name = ids.worker_id(self.options.name or socket.gethostname())
         self.health = Health(self.options.health_file, self.name, self.poll)
         self.wake = Wake()
-        self.slots = ThreadSlots(size, self.wake.ring)
+        self.slots = self._make_slots(size)
         self.connection = Connection(
             self.database, self.name, self.queues, poll=self.poll, listen=not self.options.once
         )
@@ -97,6 +100,13 @@ class Worker:
         self._busy_pause = BUSY_FIRST
         self._careful = False
         self._troubles: dict[str, float] = {}
+
+    def _make_slots(self, size: int) -> Slots:
+        if self.options.pool == "threads":
+            return ThreadSlots(size, self.wake.ring)
+        for target in self.targets.values():
+            address(target)  # one that a child cannot find is refused now, not when its job comes
+        return ProcessSlots(size, self.wake.ring, self.options.child or ChildOptions())
 
     def _queue_names(self) -> tuple[str, ...]:
         given = self.options.queues
@@ -151,6 +161,10 @@ class Worker:
     def step(self) -> float:
         """Everything that is due now; returns the seconds until something else is."""
         self.claims.collect(stopping=self.stopping.flagged)
+        if self.slots.broken is not None and not self.stopping.begun:
+            self.exit_code = EXIT_BROKEN
+            log.error("worker %s: %s", self.name, self.slots.broken)
+            self._end("no slot is left")
         if self.claims.watch() and not self.stopping.begun:
             self.exit_code = EXIT_ABANDONED
             self._end("too many slots hold jobs that ignore their timeout")

@@ -1,0 +1,108 @@
+"""One job's run: decode, call the handler, turn whatever happened into an ``Outcome``. No connection, no policy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dbqueue import clock
+from dbqueue.database.tables import ClaimedRow
+from dbqueue.errors import Bury, RetryLater, summary_of
+from dbqueue.payload import CorruptPayload
+from dbqueue.runtime.context import JobContext, executing
+from dbqueue.states import Kind, State
+from dbqueue.targets import MAX_DELAY, Target
+
+log = logging.getLogger("dbqueue.jobs")
+
+
+@dataclass(eq=False)
+class Work:
+    """One claimed job on its way through a slot. Without a target it is never started."""
+
+    row: ClaimedRow
+    target: Target[Any] | None
+    context: JobContext
+    abandoned: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one run ended, as far as the handler can say: SUCCEEDED, BLOCKED, DEAD, or PENDING for "failed, try again". The loop knows the
+    policy and decides. ``delay`` (microseconds) is the handler's own wish."""
+
+    work: Work
+    state: State
+    kind: Kind | None
+    summary: str | None
+    duration: float
+    delay: int | None = None
+
+
+def execute(work: Work) -> Outcome:
+    """Decode, run, and turn whatever happened into an Outcome."""
+    began, call = time.monotonic(), _prepared(work)
+    if isinstance(call, Outcome):
+        return call
+    try:
+        with executing(work.context):
+            result = call()
+            if inspect.iscoroutine(result):  # in a child process, which runs one job at a time
+                asyncio.run(result)
+    except BaseException as error:  # a SystemExit in a handler is its failure, not the worker's
+        return _failure(work, error, began)
+    return Outcome(work, State.SUCCEEDED, None, None, time.monotonic() - began)
+
+
+async def execute_async(work: Work) -> Outcome:
+    """``execute`` for a coroutine, in its own task."""
+    began, call = time.monotonic(), _prepared(work)
+    if isinstance(call, Outcome):
+        return call
+    try:
+        with executing(work.context):
+            await call()
+    except BaseException as error:  # CancelledError included: the loop knows why it cancelled
+        return _failure(work, error, began)
+    return Outcome(work, State.SUCCEEDED, None, None, time.monotonic() - began)
+
+
+def _prepared(work: Work) -> Callable[[], Any] | Outcome:
+    target = work.target
+    assert target is not None
+    try:
+        payload = target.schema.decode(work.row.payload)
+    except CorruptPayload as error:
+        return Outcome(work, State.BLOCKED, Kind.CORRUPT_PAYLOAD, summary_of(error), 0.0)
+    return target.handler if target.schema.record is None else partial(target.handler, payload)
+
+
+def _failure(work: Work, error: BaseException, began: float) -> Outcome:
+    state, kind, delay = State.PENDING, Kind.FAILED, None
+    if isinstance(error, Bury):
+        state, kind = State.DEAD, Kind.REJECTED
+    elif isinstance(error, RetryLater):
+        delay = _wish(error.delay)
+    else:
+        # The log may say more than the row does (D10).
+        name, attempt = work.row.target, work.row.attempt
+        log.warning("job %s %s raised in attempt %d", work.context.id, name, attempt, exc_info=error)
+    return Outcome(work, state, kind, summary_of(error), time.monotonic() - began, delay)
+
+
+def _wish(delay: object) -> int | None:
+    """Microseconds; None, and so the target's own backoff, for what is no number of seconds."""
+    if (
+        isinstance(delay, bool)
+        or not isinstance(delay, (int, float))
+        or (isinstance(delay, float) and math.isnan(delay))
+    ):
+        return None
+    return round(min(max(0.0, delay), MAX_DELAY) * clock.SECOND)
