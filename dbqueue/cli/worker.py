@@ -124,6 +124,10 @@ def worker(
         raise click.UsageError("a worker needs -A: the module that declares its jobs")
     if pool == "threads" and (max_jobs_per_child or max_memory_per_child):
         raise click.UsageError("--max-jobs-per-child and --max-memory-per-child need child processes: -P processes")
+    if processes is not None and health_file is not None:
+        raise click.UsageError(
+            "--health-file tells of one worker, and those of --processes would share it: leave one out"
+        )
     if processes is not None:
         from dbqueue.cli.supervisor import supervise, without
 
@@ -132,12 +136,11 @@ def worker(
     from dbqueue.runtime.processes import ChildOptions  # the other commands need none of it
     from dbqueue.runtime.worker import WorkerOptions, run_worker
 
+    imports, setup = (app.partition(":")[0],), partial(set_up_logging, loglevel, log_format)
+    child = None if pool == "threads" else ChildOptions(imports, setup, max_jobs_per_child, max_memory_per_child)
     options = WorkerOptions(
         queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,
-        health_file=health_file, pool=pool,
-        child=ChildOptions(
-            (app.partition(":")[0],), partial(set_up_logging, loglevel, log_format), max_jobs_per_child, max_memory_per_child
-        ),
+        pool=pool, child=child, health_file=health_file,
     )  # fmt: skip
     with Asked(app, None, False).opened() as queue:
         set_up_logging(loglevel, log_format)

@@ -24,7 +24,7 @@ class Right(NamedTuple):
 
 
 def _shown(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the payload, which is the application's, the token, which is the claim's secret, and what no view reads."""
+    """Without the payload, which is the application's, the token, a claim's secret, and what no view reads."""
     return tuple(column for column in columns if column not in ("payload", "token", "queued_at"))
 
 

@@ -126,6 +126,11 @@ WAYS: dict[str, dict[str, Apply]] = {
     "release": _by_settling(State.PENDING, Kind.RELEASED, refund=True),
     "block": _by_settling(State.BLOCKED, Kind.UNKNOWN_TARGET, refund=True),
     "bury": _by_settling(State.DEAD, Kind.REJECTED),
+    "crash": {
+        "pending": _by_settling(State.PENDING, Kind.CRASHED, delay=5_000_000)["turn"],
+        "unknown": _by_settling(State.UNKNOWN, Kind.CRASHED)["turn"],
+        "dead": _by_settling(State.DEAD, Kind.CRASHED)["turn"],
+    },
     "expire": {"upkeep": _expire},
     "cancel": {"by hand": _by_hand(_cancel)},
     "retry": {"by hand": _by_hand(_retry)},
@@ -134,7 +139,7 @@ WAYS: dict[str, dict[str, Apply]] = {
         "discarded": _by_hand(_resolve(State.DISCARDED)),
     },
 }
-FENCED = ("renew", "succeed", "ack", "retry_later", "release", "block", "bury")
+FENCED = ("renew", "succeed", "ack", "retry_later", "release", "block", "bury", "crash")
 WAYS_OF = [(verb, way) for verb in WAYS for way in WAYS[verb]]
 FENCED_WAYS = [(verb, way) for verb, way in WAYS_OF if verb in FENCED]
 
@@ -192,8 +197,8 @@ def test_a_verb_moves_jobs_as_the_table_says_and_refuses_all_others(lab: Lab, ve
             reached.setdefault(state, set()).add(after_state)
             assert len(after.jobs) + len(after.finished) == 2, about  # moved, not copied
             assert after.jobs[bystander.id] == before.jobs[bystander.id], about
-    outcomes = {"resolve": {State[way.upper()]} if verb == "resolve" else set()}
-    assert reached == {s: outcomes.get(verb) or set(MOVES[verb, s]) for s in sources(verb)}
+    one = {State[way.upper()]} if verb in ("resolve", "crash") else None  # each of their ways leads to one state
+    assert reached == {s: one or set(MOVES[verb, s]) for s in sources(verb)}
 
 
 @pytest.mark.req("D8")

@@ -169,6 +169,12 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_start(cli: Run, que
         Worker(queue, WorkerOptions(health_file=path))
 
 
+def test_several_workers_do_not_share_a_file(cli: Run) -> None:
+    answer = cli("worker", "-A", "shop", "--processes", 2, "--health-file", "health")
+    assert (answer.code, answer.out) == (2, "")
+    assert "tells of one worker" in answer.err
+
+
 def test_a_full_disk_is_told_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

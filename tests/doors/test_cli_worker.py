@@ -103,8 +103,10 @@ def test_options(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-P", "prefork"], "'-P' / '--pool': this worker runs jobs in threads"),
-        (["-P", "gevent"], "leave -P out"),
+        (["-P", "gevent"], "'gevent' is not one of 'threads', 'processes', 'prefork'"),
+        (["--max-jobs-per-child", "5"], "need child processes: -P processes"),
+        (["-P", "processes", "--max-memory-per-child", "0"], "--max-memory-per-child"),
+        (["--processes", "0"], "--processes"),
         (["-Q", ""], "queue name"),
         (["-Q", "a,,b"], "queue name"),
         (["-Q", "dbqueue.x"], "keeps for itself"),

@@ -10,6 +10,7 @@ from typing import Any
 from psycopg import sql
 
 from dbqueue.database.dialect import OwnSession
+from dbqueue.database.postgres_statements import PLANNING
 
 Node = dict[str, Any]
 
@@ -49,7 +50,8 @@ class Plan:
 
 
 def explain(session: OwnSession, statement: str, params: Mapping[str, Any], mode: str = "force_generic_plan") -> Plan:
-    """Runs the statement as a prepared one, and undoes what it did. Custom plans know the values, generic ones do not."""
+    """Runs the statement as a prepared one, and undoes what it did. Custom plans know the values, generic ones do not; the mode
+    "worker" has the settings of the worker's own transactions."""
     order: dict[str, int] = {}
     numbered = re.sub(r"%\((\w+)\)s", lambda m: f"${order.setdefault(m[1], len(order) + 1)}", statement)
     connection = session.connection
@@ -58,7 +60,7 @@ def explain(session: OwnSession, statement: str, params: Mapping[str, Any], mode
     connection.execute(f"PREPARE explained AS {numbered.replace('%%', '%')}")
     session.begin()
     try:
-        connection.execute(f"SET LOCAL plan_cache_mode = {mode}")
+        connection.execute(PLANNING if mode == "worker" else f"SET LOCAL plan_cache_mode = {mode}")
         found = connection.execute(sql.SQL("EXPLAIN (ANALYZE, BUFFERS, VERBOSE, FORMAT JSON) ") + call).fetchone()
     finally:
         session.rollback()

@@ -10,8 +10,9 @@ import sqlalchemy
 
 from dbqueue import views
 from dbqueue.clock import Clock
-from dbqueue.database import postgres, sqlite
+from dbqueue.database import postgres_statements, sqlite
 from dbqueue.database.dialect import Dialect, Row, Session
+from dbqueue.database.marks import Marks
 from dbqueue.database.postgres import Postgres
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.database.tables import ClaimRequest, Held, Names, Settlement, Turn
@@ -34,21 +35,22 @@ def of_postgres() -> dict[str, str]:
     texts = {
         "enqueue": dialect._enqueue,
         "enqueue_many": dialect._enqueue_many,
+        "planning": postgres_statements.PLANNING,
         "settle_fast": step(Turn([succeeded])),
         "settle": step(Turn([acked])),
         "already": dialect._already,
         "renew": step(Turn(renewals=[Held(ZERO, ZERO)])),
         "claim_sweep": step(claim),
-        "promote": dialect._text(postgres.PROMOTE, 500),
-        "expire": dialect._text(postgres.EXPIRE, 500),
-        "prune": dialect._text(postgres.PRUNE, 1000),
+        "promote": dialect._text(postgres_statements.PROMOTE, 500),
+        "expire": dialect._text(postgres_statements.EXPIRE, 500),
+        "prune": dialect._text(postgres_statements.PRUNE, 1000),
     }
     session.marks.lanes["q", 9] = (1, ZERO)
     session.marks.swept("claim", 0)
     texts["claim_marked"] = step(claim)
     named = {
         name.lower(): dialect.names.fill(text)
-        for name, text in vars(postgres).items()
+        for name, text in vars(postgres_statements).items()
         if isinstance(text, str)
         and name.isupper()
         and not name.startswith("_")
@@ -59,7 +61,7 @@ def of_postgres() -> dict[str, str]:
 
 class _Marked:
     def __init__(self) -> None:
-        self.marks = postgres.Marks()
+        self.marks = Marks()
 
 
 def of_sqlite() -> dict[str, str]:

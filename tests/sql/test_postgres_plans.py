@@ -106,6 +106,7 @@ def step(big: Database, session: PostgresSession, turn: Turn) -> tuple[str, str,
 
 
 modes = pytest.mark.parametrize("mode", ["force_generic_plan", "force_custom_plan"])
+worker_modes = pytest.mark.parametrize("mode", ["worker", "force_generic_plan", "force_custom_plan"])
 
 
 def check(plan: Plan, indexes: set[str], rows: int, pages: int) -> None:
@@ -115,7 +116,7 @@ def check(plan: Plan, indexes: set[str], rows: int, pages: int) -> None:
     assert plan.pages <= pages, plan.pages
 
 
-@modes
+@worker_modes
 @pytest.mark.req("D11")
 def test_claim_by_sweep(big: Database, worker: PostgresSession, mode: str) -> None:
     kind, text, params = step(big, worker, claim_turn(LIMIT, queues=("q2", "q0", "q1")))
@@ -125,18 +126,33 @@ def test_claim_by_sweep(big: Database, worker: PostgresSession, mode: str) -> No
     assert_lanes_come_in_order(plan)
 
 
-@modes
+@worker_modes
 @pytest.mark.req("D11")
 def test_claim_at_the_marks(big: Database, worker: PostgresSession, mode: str) -> None:
     here = now(big)
     for queue in ("q0", "q1", "q2"):
         for priority in range(0, 10, 2):
             worker.marks.lanes[queue, priority] = (here - 50_000, ZERO)
-    worker.marks.swept("claim", 0)
+    worker.marks._next["claim"] = float("inf")
     kind, text, params = step(big, worker, claim_turn(LIMIT, queues=("q2", "q0", "q1")))
     assert kind == "marked"
     plan = explain(worker, text, params, mode)
     check(plan, {CLAIM, JOBS}, rows=4 * LIMIT, pages=60 * LIMIT)
+    assert_lanes_come_in_order(plan)
+
+
+@pytest.mark.parametrize("limit", [1, 96])
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.req("D11")
+def test_claims_of_one_and_of_many(big: Database, worker: PostgresSession, limit: int, marked: bool) -> None:
+    """The larger the claim, the more the planner is tempted to read and sort the whole backlog."""
+    if marked:
+        worker.marks.lanes["q0", 0] = worker.marks.lanes["q0", 2] = (1, ZERO)
+        worker.marks._next["claim"] = float("inf")
+    kind, text, params = step(big, worker, claim_turn(limit, queues=("q0", "q1")))
+    assert kind == ("marked" if marked else "sweep")
+    plan = explain(worker, text, params, "worker")
+    check(plan, {CLAIM, JOBS}, rows=4 * limit + 1, pages=60 * limit + 20)
     assert_lanes_come_in_order(plan)
 
 
@@ -149,14 +165,14 @@ def assert_lanes_come_in_order(plan: Plan) -> None:
     assert loop["Plans"][0]["Node Type"] == "Function Scan"
 
 
-@modes
+@worker_modes
 @pytest.mark.req("D11")
 def test_claim_of_nothing(big: Database, worker: PostgresSession, mode: str) -> None:
     _, text, params = step(big, worker, claim_turn(LIMIT, queues=("empty", "none")))
     check(explain(worker, text, params, mode), {CLAIM}, rows=0, pages=40)
 
 
-@modes
+@worker_modes
 @pytest.mark.req("D11")
 def test_settle_fast(big: Database, worker: PostgresSession, mode: str) -> None:
     batch = [Settlement(job_id, token, State.SUCCEEDED, "q") for job_id, token in held(worker)]
@@ -165,7 +181,7 @@ def test_settle_fast(big: Database, worker: PostgresSession, mode: str) -> None:
     check(explain(worker, text, params, mode), {JOBS}, rows=4 * LIMIT, pages=60 * LIMIT)
 
 
-@modes
+@worker_modes
 @pytest.mark.req("D11")
 def test_settle(big: Database, worker: PostgresSession, mode: str) -> None:
     states = [
@@ -192,7 +208,7 @@ def test_already(big: Database, worker: PostgresSession, mode: str) -> None:
     check(explain(worker, text, params, mode), {HISTORY}, rows=3 * LIMIT, pages=12 * LIMIT)
 
 
-@modes
+@worker_modes
 @pytest.mark.req("D14")
 def test_renew(big: Database, worker: PostgresSession, mode: str) -> None:
     kind, text, params = step(big, worker, Turn(renewals=[Held(*pair) for pair in held(worker)], lease=LEASE))
@@ -204,7 +220,7 @@ def upkeep_params(big: Database, **more: Any) -> dict[str, Any]:
     return {"offset": big.clock.offset, "salt": big.dialect.names.salt, "mark": 0} | more
 
 
-@modes
+@worker_modes
 @pytest.mark.parametrize("late", [0, 1_000.03])
 @pytest.mark.req("D11", "H14")
 def test_promote(big: Database, worker: PostgresSession, mode: str, late: float) -> None:
@@ -216,7 +232,7 @@ def test_promote(big: Database, worker: PostgresSession, mode: str, late: float)
     )
 
 
-@modes
+@worker_modes
 @pytest.mark.parametrize("late", [0, 700])
 @pytest.mark.req("D12", "H14")
 def test_expire(big: Database, worker: PostgresSession, mode: str, late: int) -> None:
