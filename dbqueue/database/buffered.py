@@ -53,11 +53,8 @@ class Buffer:
         rolled back: SQLAlchemy takes the transaction for ended, and ``rollback()`` on a connection would send nothing more."""
         try:
             self._write(connection)
-        except BaseException:
-            try:
-                connection.connection.rollback()
-            except Exception:
-                connection.invalidate()
+        except BaseException as error:
+            _roll_back(connection, error.__cause__)
             raise
 
     def _write(self, connection: sqlalchemy.Connection) -> None:
@@ -212,6 +209,17 @@ def _listen(connection: sqlalchemy.Connection, name: str, listener: Callable[...
         raise NotSupported(
             "SQLAlchemy before 2.0.37 does not tell of the commits of an engine that was given execution_options: update it"
         ) from error
+
+
+def _roll_back(connection: sqlalchemy.Connection, cause: Any) -> None:
+    try:
+        lost = connection.dialect.is_disconnect(cause, connection.connection.dbapi_connection, None)
+        if not lost:
+            connection.connection.rollback()
+    except Exception:
+        lost = True
+    if lost:  # or the pool would hand it to the next one
+        connection.invalidate()
 
 
 def _commits_each_statement(bind: sqlalchemy.Engine | sqlalchemy.Connection) -> bool:

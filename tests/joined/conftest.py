@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.joined.async_callers import DRIVERS, Run, Scenario, opened
 from tests.joined.callers import KINDS, Caller, Kind
 from tests.joined.shop import Shop
 
@@ -72,3 +74,23 @@ def caller(shop: Shop, kind: Kind) -> Iterator[Caller]:
     caller = kind.open(shop)
     yield caller
     caller.close()
+
+
+@pytest.fixture(params=DRIVERS)
+def driver(request: pytest.FixtureRequest) -> str:
+    """Of async SQLAlchemy."""
+    return str(request.param)
+
+
+@pytest.fixture(params=["session", "connection"])
+def run(request: pytest.FixtureRequest, shop: Shop, driver: str) -> Run:
+    """Runs a scenario with a fresh session or connection in an event loop of its own."""
+
+    def run(scenario: Scenario) -> None:
+        async def main() -> None:
+            async with opened(shop, driver, request.param) as given:
+                await scenario(given)
+
+        asyncio.run(main())
+
+    return run

@@ -5,70 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import sqlalchemy
 from sqlalchemy import event
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
-from sqlalchemy.ext.asyncio import create_async_engine as create_engine
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 
-from dbqueue import DifferentDatabase, EnqueueFailed, NotInTransaction, NotSupported, using
+from dbqueue import NotInTransaction, using
+from tests.joined.async_callers import AsyncGiven, Run, engine_of, opened, order
 from tests.joined.shop import Order, Shop
 
 pytestmark = pytest.mark.req("D5")
 
-AsyncGiven = AsyncSession | AsyncConnection
 
-
-@pytest.fixture(params=["aiosqlite", "asyncpg", "psycopg"])
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@asynccontextmanager
-async def engine_of(shop: Shop, driver: str, **options: Any) -> AsyncIterator[AsyncEngine]:
-    family = "postgresql" if shop.postgres else "sqlite"
-    engine = create_engine(sqlalchemy.make_url(shop.url).set(drivername=f"{family}+{driver}"), **options)
-    try:
-        yield engine
-    finally:
-        await engine.dispose()
-
-
-@asynccontextmanager
-async def opened(shop: Shop, driver: str, given: str, **options: Any) -> AsyncIterator[AsyncGiven]:
-    """A session or a connection, which is closed at the end without a commit."""
-    async with engine_of(shop, driver, **options) as engine:
-        opened = AsyncSession(engine) if given == "session" else engine.connect()
-        async with opened:
-            yield opened
-
-
-async def order(given: AsyncGiven, number: int) -> None:
-    await given.execute(sqlalchemy.text(f"INSERT INTO orders VALUES ({number})"))
-
-
-Scenario = Callable[[AsyncGiven], Awaitable[None]]
-
-
-@pytest.fixture(params=["session", "connection"])
-def run(request: pytest.FixtureRequest, shop: Shop, driver: str) -> Callable[[Scenario], None]:
-    """Runs a scenario with a fresh session or connection in an event loop of its own."""
-
-    def run(scenario: Scenario) -> None:
-        async def main() -> None:
-            async with opened(shop, driver, request.param) as given:
-                await scenario(given)
-
-        asyncio.run(main())
-
-    return run
-
-
-def test_both_are_there_after_commit(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_both_are_there_after_commit(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         with using(given):
             await order(given, 1)
@@ -88,7 +39,7 @@ def test_both_are_there_after_commit(shop: Shop, run: Callable[[Scenario], None]
     run(scenario)
 
 
-def test_neither_is_there_after_rollback(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_neither_is_there_after_rollback(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         with using(given):
             await order(given, 1)
@@ -105,7 +56,7 @@ def test_neither_is_there_after_rollback(shop: Shop, run: Callable[[Scenario], N
 
 
 @pytest.mark.parametrize("end", ["commit", "rollback"])
-def test_the_job_may_be_the_first_or_only_statement(shop: Shop, run: Callable[[Scenario], None], end: str) -> None:
+def test_the_job_may_be_the_first_or_only_statement(shop: Shop, run: Run, end: str) -> None:
     async def scenario(given: AsyncGiven) -> None:
         with using(given):
             shop.ship.enqueue(Order(1))
@@ -115,7 +66,7 @@ def test_the_job_may_be_the_first_or_only_statement(shop: Shop, run: Callable[[S
     run(scenario)
 
 
-def test_closing_without_a_commit_leaves_neither(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_closing_without_a_commit_leaves_neither(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         with using(given):
             await order(given, 1)
@@ -131,7 +82,7 @@ def test_closing_without_a_commit_leaves_neither(shop: Shop, run: Callable[[Scen
     run(scenario)
 
 
-def test_a_savepoint_takes_its_jobs_along(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_a_savepoint_takes_its_jobs_along(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         async def both(number: int) -> None:
             await order(given, number)
@@ -162,7 +113,7 @@ def test_a_savepoint_takes_its_jobs_along(shop: Shop, run: Callable[[Scenario], 
     run(scenario)
 
 
-def test_a_savepoint_that_began_before_the_first_block(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_a_savepoint_that_began_before_the_first_block(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         await order(given, 0)
         for number, end in ((1, "rollback"), (2, "commit")):
@@ -179,7 +130,7 @@ def test_a_savepoint_that_began_before_the_first_block(shop: Shop, run: Callable
     run(scenario)
 
 
-def test_a_released_savepoint_goes_with_the_transaction(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_a_released_savepoint_goes_with_the_transaction(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         await order(given, 0)
         with using(given):
@@ -193,7 +144,7 @@ def test_a_released_savepoint_goes_with_the_transaction(shop: Shop, run: Callabl
     run(scenario)
 
 
-def test_a_savepoint_that_the_outer_commit_finds_open(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_a_savepoint_that_the_outer_commit_finds_open(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         async with given.begin():
             with using(given):
@@ -207,7 +158,7 @@ def test_a_savepoint_that_the_outer_commit_finds_open(shop: Shop, run: Callable[
     run(scenario)
 
 
-def test_two_blocks_on_one_transaction(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_two_blocks_on_one_transaction(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         with using(given):
             shop.ship.enqueue(Order(1))
@@ -225,7 +176,7 @@ def test_two_blocks_on_one_transaction(shop: Shop, run: Callable[[Scenario], Non
 
 
 @pytest.mark.req("D3", "D8")
-def test_a_keyed_job_is_known_at_commit_only(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_a_keyed_job_is_known_at_commit_only(shop: Shop, run: Run) -> None:
     async def scenario(given: AsyncGiven) -> None:
         shop.ship.enqueue(Order(1), key="taken")
         with using(given):
@@ -355,7 +306,7 @@ def test_a_session_on_a_connection_of_the_callers(shop: Shop, driver: str) -> No
     asyncio.run(main())
 
 
-def test_written_exactly_once_and_before_the_commit(shop: Shop, run: Callable[[Scenario], None]) -> None:
+def test_written_exactly_once_and_before_the_commit(shop: Shop, run: Run) -> None:
     seen: list[str] = []
 
     async def scenario(given: AsyncGiven) -> None:
@@ -382,123 +333,6 @@ def _classes(given: sqlalchemy.orm.Session | sqlalchemy.Connection) -> tuple[Any
     connection = given.connection() if isinstance(given, sqlalchemy.orm.Session) else given
     adapter: Any = connection.connection.dbapi_connection
     return type(adapter), type(adapter.cursor())
-
-
-# -- failing -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_commit_that_cannot_write_the_job_leaves_neither(
-    shop: Shop, run: Callable[[Scenario], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[object] = []
-
-    def fail(*arguments: object) -> None:
-        calls.append(arguments)
-        raise RuntimeError("s3cret-payload")
-
-    async def scenario(given: AsyncGiven) -> None:
-        with using(given):
-            await order(given, 1)
-            shop.ship.enqueue(Order(1, "s3cret-payload"))
-        with monkeypatch.context() as patch:
-            patch.setattr(shop.queue.database.dialect, "enqueue", fail)
-            with pytest.raises(EnqueueFailed) as caught:
-                await given.commit()
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        assert "s3cret" not in str(caught.value)
-        with pytest.raises(sqlalchemy.exc.SQLAlchemyError):
-            await given.commit()  # not even when asked twice: the rows would come without their job
-        assert shop.both() == ([], [])
-        await given.rollback()
-        with using(given):
-            await order(given, 2)
-            shop.ship.enqueue(Order(2))
-        await given.commit()
-        assert shop.both() == ([2], [2])
-
-    run(scenario)
-    assert len(calls) == 1
-
-
-@pytest.mark.req("D10")
-def test_the_errors_of_a_driver_say_nothing_of_the_job(shop: Shop, run: Callable[[Scenario], None]) -> None:
-    async def scenario(given: AsyncGiven) -> None:
-        with using(given):
-            shop.ship.enqueue(Order(1, "s3cret-payload"), key="s3cret-key")
-        with pytest.raises(EnqueueFailed) as caught:
-            await given.commit()
-        _no_secret(caught.value)
-
-    if shop.postgres:
-        broken, mended = (f"ALTER TABLE dbqueue_jobs RENAME COLUMN {names}" for names in ("key TO no", "no TO key"))
-    else:
-        broken = "CREATE TRIGGER no BEFORE INSERT ON dbqueue_jobs BEGIN SELECT RAISE(ABORT, 'no'); END"
-        mended = "DROP TRIGGER no"
-    shop.look(broken)
-    try:
-        run(scenario)
-    finally:
-        shop.look(mended)
-    assert shop.both() == ([], [])
-
-
-def _no_secret(error: BaseException | None) -> None:
-    assert error is not None
-    assert error.__cause__ is not None
-    while error is not None:
-        assert "s3cret" not in str(error)
-        error = error.__cause__
-
-
-def test_another_database_is_refused_by_the_commit(shop: Shop, make_shop: Callable[..., Shop], driver: str) -> None:
-    for migrated in (True, False):
-        other = make_shop(migrated=migrated)
-
-        async def main(given: str, other: Shop = other) -> None:
-            async with opened(other, driver, given) as joined:
-                with using(joined):
-                    await order(joined, 1)
-                    shop.ship.enqueue(Order(1), key="a")
-                with pytest.raises(DifferentDatabase):
-                    await joined.commit()
-
-        for given in ("session", "connection"):
-            asyncio.run(main(given))
-        assert shop.both() == ([], [])
-        assert other.orders() == []
-        if migrated:
-            assert other.jobs() == []
-
-
-@pytest.mark.parametrize("given", ["session", "connection"])
-@pytest.mark.parametrize("where", ["engine", "options"])
-def test_autocommit_is_refused(shop: Shop, driver: str, given: str, where: str) -> None:
-    async def main() -> None:
-        asked = {"isolation_level": "AUTOCOMMIT"}
-        async with engine_of(shop, driver, **(asked if where == "engine" else {})) as engine:
-            engine = engine if where == "engine" else engine.execution_options(**asked)
-            async with AsyncSession(engine) if given == "session" else engine.connect() as opened:
-                with using(opened), pytest.raises(NotInTransaction):
-                    shop.ship.enqueue(Order(1))  # at once, before the caller wrote anything
-                await order(opened, 1)
-                await opened.commit()
-        assert shop.both() == ([1], [])
-
-    asyncio.run(main())
-
-
-def test_autocommit_asked_for_by_the_session_is_refused_by_its_commit(shop: Shop, driver: str) -> None:
-    async def main() -> None:
-        async with opened(shop, driver, "session") as session:
-            assert isinstance(session, AsyncSession)
-            await session.connection(execution_options={"isolation_level": "AUTOCOMMIT"})
-            with using(session):
-                shop.ship.enqueue(Order(1))
-            with pytest.raises(NotInTransaction):
-                await session.commit()
-        assert shop.jobs() == []
-
-    asyncio.run(main())
 
 
 @pytest.mark.databases("sqlite")
@@ -528,42 +362,6 @@ def test_the_recipe_that_begins_by_an_event_is_a_transaction(shop: Shop) -> None
                     shop.ship.enqueue(Order(4))
                 await session.commit()
         assert shop.jobs() == [2, 4]
-
-    asyncio.run(main())
-
-
-def test_what_cannot_be_waited_for_is_refused(shop: Shop, run: Callable[[Scenario], None]) -> None:
-    async def scenario(given: AsyncGiven) -> None:
-        job = shop.ship.enqueue(Order(1))
-        with using(given):
-            with pytest.raises(NotSupported, match="async"):
-                shop.queue.cancel(job.id)
-            assert shop.queue.get_job(job.id) is not None
-
-    run(scenario)
-
-
-def test_what_is_not_open_or_not_begun_is_refused(shop: Shop, driver: str) -> None:
-    async def main() -> None:
-        async with engine_of(shop, driver) as engine:
-            with pytest.raises(NotSupported, match="not open yet"), using(engine.connect()):
-                pass
-            async with AsyncSession(engine, autobegin=False) as session:
-                with using(session), pytest.raises(NotInTransaction, match="autobegin"):
-                    shop.ship.enqueue(Order(1))
-                async with session.begin():
-                    with using(session):
-                        shop.ship.enqueue(Order(2))
-            async with engine.connect() as connection:
-                with using(connection):
-                    await connection.close()
-                    with pytest.raises(EnqueueFailed):
-                        shop.ship.enqueue(Order(3))
-            async with engine.connect() as connection:
-                raw = await connection.get_raw_connection()
-                with pytest.raises(NotSupported, match="AsyncSession"), using(raw.driver_connection):
-                    pass
-        assert shop.jobs() == [2]
 
     asyncio.run(main())
 
