@@ -41,16 +41,17 @@ format: .venv/.stamp
 	@$(BIN) ruff check --fix .
 	@$(BIN) ruff format .
 
-bench: .venv/.stamp
-	@$(BIN) bench $(ARGS)
+bench: .venv-bench/.stamp
+	@.venv-bench/bin/python -m bench $(ARGS)
 
 clean:
-	rm -rf .venv .venv-demo build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-bench build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.stamp: EXTRA := [dev]
-.venv/.stamp .venv-demo/.stamp: pyproject.toml
+.venv-bench/.stamp: EXTRA := [bench]
+.venv/.stamp .venv-demo/.stamp .venv-bench/.stamp: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo 'dbqueue needs Python 3.10 or newer: make PYTHON=python3.x'; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \

@@ -25,8 +25,7 @@ _MOST = 64  # a thread with more transactions open at once is no longer looked a
 @dataclass(frozen=True)
 class _Joined:
     file: str
-    holder: Callable[[], Any] | None
-    """None: a plain sqlite3.Connection, which takes no weak references and is looked for by its id."""
+    holder: Callable[[], Any]
     driver_connection: Callable[[Any], Any]
 
 
@@ -41,10 +40,9 @@ _mine = _Mine()
 def remember(file: str, holder: Any, driver_connection: Callable[[Any], Any]) -> None:
     """This thread writes to ``file`` in the transaction of ``holder``: an object that lives as long as that transaction, and whose
     connection is ``driver_connection(holder)`` as long as it is in use."""
-    try:
-        reference = weakref.ref(holder)
-    except TypeError:
-        reference = None
+    reference = _reference(holder)
+    if reference is None:
+        return
     joined = _mine.joined
     joined.pop(id(holder), None)
     joined[id(holder)] = _Joined(os.path.realpath(file), reference, driver_connection)
@@ -53,19 +51,25 @@ def remember(file: str, holder: Any, driver_connection: Callable[[Any], Any]) ->
 
 
 def holds_lock(file: str) -> bool:
-    """Whether this thread has an open transaction on ``file`` that it joined. Asked only when a write has waited for SUSPICION
-    already: it may walk every object of the process."""
+    """Whether this thread has an open transaction on ``file`` that it joined."""
     joined = _mine.joined
-    wanted = {number for number, one in joined.items() if one.holder is None}
-    plain = (
-        {id(o): o for o in gc.get_objects() if id(o) in wanted and issubclass(type(o), sqlite3.Connection)}
-        if wanted
-        else {}
-    )
     for number, one in list(joined.items()):
-        if not _open(one.holder() if one.holder else plain.get(number), one.driver_connection):
+        if not _open(one.holder(), one.driver_connection):
             del joined[number]
     return any(one.file == os.path.realpath(file) for one in joined.values())
+
+
+def _reference(holder: Any) -> Callable[[], Any] | None:
+    """A weak reference. A plain sqlite3.Connection takes none, but the cache of its statements does, which lives and dies with it
+    and knows it. (Not so in Python 3.10: there such a write waits out its patience.)"""
+    try:
+        return weakref.ref(holder)
+    except TypeError:
+        cache = next((part for part in gc.get_referents(holder) if getattr(part, "__wrapped__", None) is holder), None)
+        if cache is None:
+            return None
+        reference = weakref.ref(cache)
+        return lambda: getattr(reference(), "__wrapped__", None)
 
 
 def _open(holder: Any, driver_connection: Callable[[Any], Any]) -> bool:

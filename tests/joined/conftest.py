@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _exists(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
-    if callspec is None or "database" not in callspec.params:
+    # The hook is given every test of the session, not only those of this folder.
+    if callspec is None or "database" not in callspec.params or item.path.parent != Path(__file__).parent:
         return True
     database, kind, driver = (callspec.params.get(name) for name in ("database", "kind", "driver"))
     if kind is not None:
