@@ -203,8 +203,8 @@ def declare(
 def default_name(handler: Callable[..., Any]) -> str:
     """``module.function``. A module that runs as a script is named as an import would name it: workers import it."""
     module = handler.__module__
-    if module == "__main__":
-        main = sys.modules["__main__"]
+    if module in ("__main__", "__mp_main__"):  # the latter is the same script in a child of multiprocessing
+        main = sys.modules[module]
         spec = getattr(main, "__spec__", None)
         file = getattr(main, "__file__", None)
         module = spec.name if spec else file.rpartition("/")[2].removesuffix(".py") if file else module

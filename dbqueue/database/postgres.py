@@ -37,6 +37,7 @@ from dbqueue.database.postgres_statements import (
     EXISTS,
     EXPIRE,
     GATE,
+    LOOK,
     NOW,
     PLANNING,
     PROBE,
@@ -137,6 +138,7 @@ class Postgres:
         self._enqueue, self._enqueue_many, self._exists = fill(enqueue), fill(ENQUEUE_MANY), fill(EXISTS)
         self._settle_fast, self._settle, self._already = fill(SETTLE_FAST), fill(SETTLE), fill(ALREADY)
         self._renew, self._probe, self._release_unknown = fill(RENEW), fill(PROBE), fill(RELEASE_UNKNOWN)
+        self._look = fill(LOOK)
         self._sweep_texts: dict[int, str] = {}
         self._marked_texts: dict[int, str] = {}
 
@@ -449,21 +451,26 @@ class Postgres:
     # -- upkeep ------------------------------------------------------------------------------------------------------
 
     def upkeep(self, session: OwnSession, limit: int, queues: tuple[str, ...], *, expire: bool = True) -> Due:
-        """Makes due jobs claimable and takes back jobs whose lease ended: two bounded statements in one transaction. Without
-        ``expire`` only the first: waiting jobs are due to the moment, lost ones can wait a part of their lease."""
+        """Makes due jobs claimable and takes back jobs whose lease ended. One look, and where it has found something two bounded
+        statements in one transaction. Without ``expire`` only the first: waiting jobs are due to the moment, lost ones can wait a part
+        of their lease."""
         assert isinstance(session, PostgresSession)
         marks, began = session.marks, time.monotonic()
         whole = marks.sweep_due("upkeep")
-        params = self._clock() | {"salt": self.names.salt}
-        promote = self._text(PROMOTE, limit)
-        steps = [(promote, params | {"mark": 0 if whole else marks.waiting})]
-        if expire:
-            steps.append((self._text(EXPIRE, limit), params | {"mark": 0 if whole else marks.lease}))
-        answers = session.planned(*steps)
-        now, promoted, next_run, _ = answers[0][1][0]
-        again = dead = unknown = 0
-        if expire:
-            now, again, dead, unknown, _ = answers[1][1][0]
+        waiting, lease = (0, 0) if whole else (marks.waiting, marks.lease)
+        look = {"waiting": waiting, "lease": lease, "queues": list(queues) if marks.may_look("upkeep") else []}
+        row = session.execute(self._look, self._clock() | look)[0]
+        now, due, lapsed, ready, next_run = row
+        promoted = again = dead = unknown = 0
+        if due or (expire and lapsed):
+            params = self._clock() | {"salt": self.names.salt}
+            steps = [(self._text(PROMOTE, limit), params | {"mark": waiting})]
+            if expire:
+                steps.append((self._text(EXPIRE, limit), params | {"mark": lease}))
+            answers = session.planned(*steps)
+            now, promoted, next_run, _ = answers[0][1][0]
+            if expire:
+                now, again, dead, unknown, _ = answers[1][1][0]
         marks.saw(now)
         if promoted < limit:
             marks.waiting = now - marks.LAG
@@ -472,7 +479,7 @@ class Postgres:
         if whole:
             marks.swept("upkeep", began)
         more = promoted >= limit or again + dead + unknown >= limit
-        return Due(now, promoted, again, dead, unknown, now if more else next_run, None)
+        return Due(now, promoted, again, dead, unknown, now if more else next_run, None, bool(ready))
 
     def prune(self, session: Session, states: Sequence[State], before: int, limit: int) -> int:
         total = 0

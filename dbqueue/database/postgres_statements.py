@@ -212,6 +212,18 @@ UPDATE {{jobs}} j SET state = 0, token = NULL, lease_until = NULL, attempt = att
 WHERE j.id = ANY(ARRAY(SELECT id FROM mine))
 """
 
+# The one statement of an idle worker's poll: is anything due, lost, or claimable, and when is the next job due?
+LOOK = f"""
+WITH clock AS MATERIALIZED (SELECT {NOW} AS now)
+SELECT c.now,
+  EXISTS (SELECT 1 FROM {{jobs}} WHERE state = 0 AND ready_at IS NULL AND run_at >= %(waiting)s::bigint AND run_at <= c.now),
+  EXISTS (SELECT 1 FROM {{jobs}} WHERE state = 1 AND lease_until >= %(lease)s::bigint AND lease_until <= c.now),
+  EXISTS (SELECT 1 FROM unnest(%(queues)s::text[]) q(queue)
+    CROSS JOIN LATERAL (SELECT 1 FROM {{jobs}} j WHERE j.queue = q.queue AND j.ready_at IS NOT NULL LIMIT 1) one),
+  (SELECT run_at FROM {{jobs}} WHERE state = 0 AND ready_at IS NULL AND run_at > c.now ORDER BY run_at, id LIMIT 1)
+FROM clock c
+"""
+
 # A clock read before a SKIP LOCKED lock is safe here: what is due stays due, and a row that changed is tested again.
 # A next_run of now means that the limit was reached and more is due.
 PROMOTE = f"""

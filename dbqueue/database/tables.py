@@ -231,6 +231,8 @@ class Due:
     unknown: int
     next_run: int | None
     next_lease: int | None
+    ready: bool = False
+    """Something is claimable in the worker's queues; False: no, or not looked."""
 
 
 @dataclass(frozen=True)

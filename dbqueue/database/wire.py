@@ -53,7 +53,7 @@ class Wire:
         self._connection, self._wire = connection, connection.pgconn
         self._transformer = adapt.Transformer(connection)
         self._errors, self._status = errors, pq.ExecStatus
-        self._prepared: dict[str, tuple[bytes, Statement]] = {}
+        self._prepared: dict[str, bytes] = {}
         self._numbers = count(1)
 
     def run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
@@ -67,37 +67,35 @@ class Wire:
             return self._run(steps)
 
     def _run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
-        wire = self._wire
-        wire.nonblocking = 1
+        wire, named = self._wire, self._connection.prepare_threshold is not None
+        # All values first: one that cannot be sent must not leave half a pipeline behind.
+        statements = [(text, Statement.of(text)) for text, _ in steps]
+        values = [[literal(params[n]) for n in s.names] for (_, s), (_, params) in zip(statements, steps, strict=True)]
+        blocking, wire.nonblocking = wire.nonblocking, 1
         wire.enter_pipeline_mode()
         try:
             expected: list[str | None] = []
-            for text, params in steps:
-                self._send(text, params, expected)
+            for (text, statement), row in zip(statements, values, strict=True):
+                if named:
+                    wire.send_query_prepared(self._prepare(text, statement, expected), row, None, 1)
+                else:  # a pooler may give each transaction another server: nothing has a name
+                    wire.send_query_params(statement.text, row, None, None, 1)
                 expected.append(None)
             wire.pipeline_sync()
             results = self._receive(expected)
         finally:
             if wire.status == 0:
                 wire.exit_pipeline_mode()
-                wire.nonblocking = 0
+                wire.nonblocking = blocking
         return [self._read(result) for result in results]
 
-    def _send(self, text: str, params: Mapping[str, Any], expected: list[str | None]) -> None:
-        if self._connection.prepare_threshold is not None:
-            name, statement = self._prepare(text, expected)
-            self._wire.send_query_prepared(name, [literal(params[n]) for n in statement.names], None, 1)
-        else:  # a pooler may give each transaction another server: nothing has a name
-            statement = Statement.of(text)
-            self._wire.send_query_params(statement.text, [literal(params[n]) for n in statement.names], None, None, 1)
-
-    def _prepare(self, text: str, expected: list[str | None]) -> tuple[bytes, Statement]:
-        known = self._prepared.get(text)
-        if known is None:
-            known = self._prepared[text] = (b"dbqueue_%d" % next(self._numbers), Statement.of(text))
-            self._wire.send_prepare(known[0], known[1].text)
+    def _prepare(self, text: str, statement: Statement, expected: list[str | None]) -> bytes:
+        name = self._prepared.get(text)
+        if name is None:
+            name = self._prepared[text] = b"dbqueue_%d" % next(self._numbers)
+            self._wire.send_prepare(name, statement.text)
             expected.append(text)
-        return known
+        return name
 
     def _receive(self, expected: Sequence[str | None]) -> list[Any]:
         """Waits on the socket, never inside libpq: its own wait holds the interpreter's lock. ``expected`` has the text of what is

@@ -7,7 +7,8 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,10 +56,32 @@ def execute(work: Work) -> Outcome:
         with executing(work.context):
             result = call()
             if inspect.iscoroutine(result):  # in a child process, which runs one job at a time
-                asyncio.run(result)
+                asyncio.run(_cancellable(work.context, result))
     except BaseException as error:  # a SystemExit in a handler is its failure, not the worker's
         return _failure(work, error, began)
     return Outcome(work, State.SUCCEEDED, None, None, time.monotonic() - began)
+
+
+async def _cancellable(context: JobContext, coroutine: Coroutine[Any, Any, Any]) -> None:
+    """The coroutine, cancelled when its context is, from whatever thread."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if task.cancel():
+            context.noticed = True
+
+    def tell() -> None:
+        with suppress(RuntimeError):  # the loop has just been closed
+            loop.call_soon_threadsafe(cancel)
+
+    context.on_cancel = tell
+    if context.is_cancelled:
+        cancel()
+    try:
+        await coroutine
+    finally:
+        context.on_cancel = None
 
 
 async def execute_async(work: Work) -> Outcome:

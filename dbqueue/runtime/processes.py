@@ -1,33 +1,40 @@
 """Process slots: each job runs in the main thread of a child, which can be killed.
 
-At its timeout a job's child is killed, and another one takes its place. A child whose claim was lost is told so, and killed at its
-timeout at the latest.
+At its timeout a job's child is killed, with the processes that the job started, and another one takes its place. A child whose claim
+was lost is told so, and killed at its timeout at the latest.
 A child that dies costs its own job one attempt (or what ``on_crash`` says) and nothing else: the parent holds the lease and settles at
-once, without waiting for it to end.
+once, without waiting for it to end. A job that the dead child had not read yet is handed back.
 
-The children are forked from a clean server process without threads and connections (multiprocessing's forkserver), which has
-imported the application once; where there is no fork they are started afresh. They never see the queue's claims. If the parent dies,
-they end at once: nobody would renew their lease.
+The children are forked from a clean server process without threads and connections (multiprocessing's forkserver, see ``preload``),
+which has imported the application once; where there is no fork they are started afresh. They never see the queue's claims. If the
+parent dies, they end at once: nobody would renew their lease.
 
-One thread of the parent does all the talking, so that a child that does not read can never block the worker's loop.
+One thread of the parent does all the talking. It never waits for one child: orders are written as their pipe takes them, answers are
+short, and an end is seen by the process itself, as a job's own children may hold the pipes open.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextvars
+import fcntl
 import importlib
 import logging
 import multiprocessing
 import os
+import pickle
+import selectors
 import signal
 import sys
+import termios
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from typing import Any, ClassVar
+from multiprocessing.connection import Connection
+from typing import Any, BinaryIO, ClassVar
 from uuid import UUID
 
 from dbqueue import ids
@@ -59,13 +66,34 @@ class ChildOptions:
 @dataclass(eq=False)
 class Child:
     process: Any
-    connection: Connection
+    orders: Connection
+    """Not blocking; ``outbox`` is what it did not take yet."""
+    answers: Connection
+    outbox: bytearray = field(default_factory=bytearray)
     ready: bool = False
     work: Work | None = None
     started_at: float = 0.0
+    after: int = 0
+    """Bytes written after the order of ``work``: if more are unread when it dies, the job never began."""
     jobs: int = 0
-    memory: int = 0
     leaving: bool = False
+    """It gets no job any more."""
+    failure: str | None = None
+    """Why it did not become ready."""
+
+    def kill(self) -> None:
+        """With everything that its job started, unless that left the child's process group."""
+        with suppress(OSError):  # it has not made its group yet, or is gone
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(OSError):
+            self.process.kill()
+
+    @property
+    def began(self) -> bool:
+        unread = bytearray(4)
+        with suppress(OSError):
+            fcntl.ioctl(self.orders.fileno(), termios.FIONREAD, unread)
+        return int.from_bytes(unread, sys.byteorder) + len(self.outbox) <= self.after
 
 
 @dataclass(frozen=True)
@@ -92,6 +120,19 @@ class Answer:
     memory: int
 
 
+@dataclass(frozen=True)
+class Cancel:
+    job_id: UUID
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """``failure``: why it is not, and ends."""
+
+    failure: str | None = None
+
+
 @dataclass(eq=False)
 class ProcessSlots:
     """The slots of a worker, as ``ThreadSlots`` gives them; only the loop calls its methods."""
@@ -108,39 +149,48 @@ class ProcessSlots:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            self._context.set_forkserver_preload(["dbqueue.runtime.processes", *self.options.imports])
+            self._context.set_forkserver_preload(["dbqueue.runtime.preload"])
         self._children: list[Child] = []
         self._done: deque[Outcome] = deque()
-        self._orders: deque[tuple[Child, Any]] = deque()
+        self._orders: deque[tuple[Child, Order | Cancel]] = deque()
         self._lock = threading.Lock()
+        """Guards the list of children, and which of them has which work."""
         self._failures = 0
         self._closing = False
-        self._bell, self._bell_end = self._context.Pipe(duplex=False)
+        self._bell, self._bell_end = os.pipe()
+        os.set_blocking(self._bell_end, False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        # multiprocessing waits at exit for children that it has only asked to end, and ours do not listen to that.
+        atexit.register(self._kill_all)
         self._thread = threading.Thread(target=self._serve, name="dbqueue-children", daemon=True)
         self._thread.start()
 
     @property
     def busy(self) -> int:
-        return sum(child.work is not None for child in self._children)
+        with self._lock:
+            return sum(child.work is not None for child in self._children)
 
     @property
     def idle(self) -> int:
         with self._lock:
-            return sum(child.ready and child.work is None and not child.leaving for child in self._children)
+            return sum(_is_idle(child) for child in self._children)
 
     def start(self, work: Work) -> bool:
         """Only while ``idle`` is positive. False: the child died meanwhile; the job was not started."""
         target = work.target
         assert target is not None
-        with self._lock:
-            child = next((c for c in self._children if c.ready and c.work is None and not c.leaving), None)
-            if child is None:
-                return False
-            child.work, child.started_at = work, time.monotonic()
         row = work.row
         order = Order(*address(target), target.name, work.context.id, row.attempt, row.max_attempts, row.payload)
-        work.context.on_cancel = lambda: self._tell(child, "cancel")
-        self._tell(child, order)
+        with self._lock:
+            child = next((child for child in self._children if _is_idle(child)), None)
+            if child is None:
+                return False
+            child.work, child.started_at, child.after = work, time.monotonic(), 0
+            self._orders.append((child, order))
+        chosen, cancel = child, Cancel(order.job_id, order.attempt)
+        work.context.on_cancel = lambda: self._tell(chosen, cancel)
+        self._ring_bell()
         return True
 
     def collect(self) -> list[Outcome]:
@@ -151,110 +201,206 @@ class ProcessSlots:
 
     def abandon(self, work: Work) -> None:
         """Kills the child; another one takes its place."""
-        work.abandoned = True
         with self._lock:
+            work.abandoned = True
             child = next((c for c in self._children if c.work is work), None)
-        if child is not None:
-            child.process.kill()
+            if child is not None:
+                child.leaving = True  # the job may end at this very moment, and its child must not get another one
+                child.kill()
 
     def close(self, patience: float) -> bool:
-        """Ends the children: idle ones when they read it, busy ones by force. No process is left behind."""
+        """Ends the children, busy ones by force. No process is left behind."""
         self._closing = True
         self._ring_bell()
         self._thread.join(patience + STOP_PATIENCE)
-        for child in self._children:
-            child.process.kill()
+        ended = not self._thread.is_alive()
+        self._kill_all()
+        if ended:
+            atexit.unregister(self._kill_all)
+        return ended
+
+    def _kill_all(self) -> None:
+        with self._lock:
+            children = list(self._children)
+        for child in children:
+            child.kill()
             child.process.join(STOP_PATIENCE)
-        return not self._thread.is_alive()
 
     # -- the thread that talks to the children -----------------------------------------------------------------------
 
-    def _tell(self, child: Child, message: Any) -> None:
+    def _tell(self, child: Child, message: Cancel) -> None:
         self._orders.append((child, message))
         self._ring_bell()
 
     def _ring_bell(self) -> None:
-        self._bell_end.send_bytes(b"!")
+        with suppress(OSError):  # full, so it is heard anyway; or closed, so there is nobody to hear it
+            os.write(self._bell_end, b"!")
 
     def _serve(self) -> None:
         try:
             while not self._closing:
                 self._fill()
-                for reader in wait([self._bell, *(c.connection for c in self._children)]):
-                    if reader is self._bell:
-                        self._bell.recv_bytes()
-                    else:
-                        self._hear(next(c for c in self._children if c.connection is reader))
+                for key, _ in self._selector.select():
+                    if key.data is None:
+                        os.read(self._bell, 4096)
+                    elif key.data[0] in self._children:
+                        child, attend = key.data
+                        attend(child)
                 self._deliver()
-            for child in self._children:
-                if child.work is None:
-                    self._send(child, None)
-                else:
-                    child.process.kill()
         except BaseException as error:
             self.broken = f"{type(error).__name__} in the thread of the children"
             log.exception("the thread that talks to the children ended")
+        finally:
+            self._end_all()
             self.ring()
 
     def _fill(self) -> None:
-        while len(self._children) < self.size and self.broken is None:
-            ours, theirs = self._context.Pipe(duplex=True)
-            process = self._context.Process(target=serve_child, args=(theirs, self.options), daemon=True)
-            process.start()
-            theirs.close()
+        while len(self._children) < self.size and self.broken is None and not self._closing:
+            orders, orders_end = self._context.Pipe(duplex=False)
+            answers_end, answers = self._context.Pipe(duplex=False)
+            process = self._context.Process(target=serve_child, args=(orders, answers, self.options), daemon=True)
+            os.environ["DBQUEUE_PRELOAD"] = ",".join(self.options.imports)
+            try:
+                process.start()
+            except (OSError, EOFError) as error:
+                orders_end.close()
+                answers_end.close()
+                self._failed(f"no child process can be started: {type(error).__name__}: {error}")
+                continue
+            finally:
+                del os.environ["DBQUEUE_PRELOAD"]
+                orders.close()
+                answers.close()
+            os.set_blocking(orders_end.fileno(), False)
+            child = Child(process, orders_end, answers_end)
             with self._lock:
-                self._children.append(Child(process, ours))
+                self._children.append(child)
+            self._selector.register(answers_end, selectors.EVENT_READ, (child, self._hear))
+            self._selector.register(process.sentinel, selectors.EVENT_READ, (child, self._bury))
 
     def _deliver(self) -> None:
         while self._orders:
             child, message = self._orders.popleft()
-            if child in self._children and (message != "cancel" or child.work is not None):
+            if child not in self._children:
+                continue
+            if isinstance(message, Order):
                 self._send(child, message)
+            elif child.work is not None and child.work.context.id == message.job_id:
+                child.after += self._send(child, message)
 
-    def _send(self, child: Child, message: Any) -> None:
-        with suppress(OSError):  # it died; its end is heard in a moment
-            child.connection.send(message)
+    def _send(self, child: Child, message: Order | Cancel | None) -> int:
+        data = pickle.dumps(message)
+        child.outbox += data
+        self._flush(child)
+        return len(data)
+
+    def _flush(self, child: Child) -> None:
+        """Writes what the pipe takes without waiting; the rest when it has room."""
+        registered = child.orders in self._selector.get_map()
+        try:
+            while child.outbox:
+                del child.outbox[: os.write(child.orders.fileno(), child.outbox)]
+        except BlockingIOError:
+            if not registered:
+                self._selector.register(child.orders, selectors.EVENT_WRITE, (child, self._flush))
+            return
+        except OSError:  # it died; that is heard in a moment
+            pass
+        if registered:
+            self._selector.unregister(child.orders)
 
     def _hear(self, child: Child) -> None:
         try:
-            answer = child.connection.recv()
-        except (EOFError, OSError):
+            answer = child.answers.recv()
+        except Exception:  # it died, or no longer talks as it should
             self._bury(child)
             return
-        if answer == "ready":
-            self._failures = 0
-            child.ready = True
-        else:
+        if not isinstance(answer, Ready):
             self._ended(child, answer)
+        elif answer.failure is None:
+            self._failures, child.ready = 0, True
+        else:
+            child.failure = answer.failure
         self.ring()
 
     def _ended(self, child: Child, answer: Answer) -> None:
-        work, child.work = child.work, None
-        child.jobs += 1
+        most, memory = self.options.max_jobs, self.options.max_memory
+        with self._lock:
+            work, child.work = child.work, None
+            child.jobs += 1
+            if (most is not None and child.jobs >= most) or (memory is not None and answer.memory > memory):
+                child.leaving = True
         if work is not None and not work.abandoned:
             work.context.noticed = answer.noticed
             self._done.append(Outcome(work, answer.state, answer.kind, answer.summary, answer.duration, answer.delay))
-        most, memory = self.options.max_jobs, self.options.max_memory
-        if (most is not None and child.jobs >= most) or (memory is not None and answer.memory > memory):
-            child.leaving = True
+        if child.leaving:
             self._send(child, None)
 
     def _bury(self, child: Child) -> None:
-        """Its end of the pipe is closed: it died, or left as it was told to."""
+        """Its process or its end of the pipe is gone: it died, or left as it was told to."""
+        with suppress(Exception):  # it may have died in the middle of a word
+            while child in self._children and child.answers.poll():  # what it said before
+                self._ended_or_ready(child, child.answers.recv())
         with self._lock:
+            if child not in self._children:
+                return
             self._children.remove(child)
-        child.connection.close()
+            work = child.work
+        if not child.leaving or work is not None:
+            child.kill()
         child.process.join(STOP_PATIENCE)
-        code, work = child.process.exitcode, child.work
+        code = child.process.exitcode
         if work is not None and not work.abandoned:
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             duration = time.monotonic() - child.started_at
-            self._done.append(Outcome(work, State.PENDING, Kind.CRASHED, f"its process ended: {how}", duration))
+            kind, summary = (Kind.CRASHED, f"its process ended: {how}") if child.began else (Kind.RELEASED, None)
+            self._done.append(Outcome(work, State.PENDING, kind, summary, duration))
+        self._forget(child)
         if not child.ready:
-            self._failures += 1
-            if self._failures >= START_TRIES:
-                self.broken = f"{self._failures} child processes ended before they were ready (exit code {code})"
+            self._failed(child.failure or f"child processes end before they are ready (exit code {code})")
         self.ring()
+
+    def _ended_or_ready(self, child: Child, answer: Any) -> None:
+        if isinstance(answer, Answer):
+            self._ended(child, answer)
+        elif isinstance(answer, Ready):
+            child.ready, child.failure = answer.failure is None, answer.failure
+
+    def _forget(self, child: Child) -> None:
+        for file in (child.orders, child.answers, child.process.sentinel):
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(file)
+        child.orders.close()
+        child.answers.close()
+
+    def _failed(self, why: str) -> None:
+        self._failures += 1
+        if self._failures >= START_TRIES and self.broken is None:
+            self.broken = why
+
+    def _end_all(self) -> None:
+        """Idle children may end by themselves within a moment: their pipe is closed."""
+        with self._lock:
+            children, self._children[:] = list(self._children), []
+        for child in children:
+            if child.work is not None or not child.ready:
+                child.kill()
+            else:
+                self._send(child, None)
+        until = time.monotonic() + STOP_PATIENCE / 4
+        for child in children:
+            child.process.join(max(0.0, until - time.monotonic()))
+            child.kill()
+            child.process.join(STOP_PATIENCE)
+            self._forget(child)
+        self._selector.close()
+        os.close(self._bell)
+        bell_end, self._bell_end = self._bell_end, -1
+        os.close(bell_end)
+
+
+def _is_idle(child: Child) -> bool:
+    return child.ready and child.work is None and not child.leaving
 
 
 def address(target: Target[Any]) -> tuple[str, str]:
@@ -274,27 +420,63 @@ def address(target: Target[Any]) -> tuple[str, str]:
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def serve_child(connection: Connection, options: ChildOptions) -> None:
+def serve_child(orders: Connection, answers: Connection, options: ChildOptions) -> None:
     """The child's life: import the application, then one job after the other until the parent says or ends."""
+    with suppress(OSError):
+        os.setpgid(0, 0)  # so that what its jobs start can be killed with it
+    for end in (orders, answers):
+        os.set_inheritable(end.fileno(), False)
     # Daemonic, so that the parent's exit never waits for it; but its jobs may have children of their own.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal or a service manager signals the whole group; the parent decides what becomes of the jobs.
-        signal.signal(number, signal.SIG_IGN)
-    if options.setup is not None:
-        options.setup()
-    for module in options.imports:
-        importlib.import_module(module)
+    _be_deaf_to_signals()
     inbox: deque[Order] = deque()
     arrived, current = threading.Semaphore(0), Current()
-    threading.Thread(target=_listen, args=(connection, inbox, arrived, current), daemon=True).start()
-    connection.send("ready")
+    threading.Thread(target=_listen, args=(orders, inbox, arrived, current), daemon=True).start()
+    try:
+        if options.setup is not None:
+            options.setup()
+        for module in options.imports:
+            importlib.import_module(module)
+    except BaseException as error:
+        text = " ".join(str(error).split())[:500]
+        answers.send(Ready(f"the application cannot be imported in a child process: {type(error).__name__}: {text}"))
+        raise
+    answers.send(Ready())
+    own = os.getpid()
     while True:
         arrived.acquire()
         if not inbox:  # told to leave
+            _flush_streams()
             logging.shutdown()
             os._exit(0)
-        connection.send(_run(inbox.popleft(), current))
+        answer = contextvars.Context().run(_run, inbox.popleft(), current)
+        if os.getpid() != own:  # the job forked, and its child came back by the way of its parent
+            os._exit(1)
+        _flush_streams()
+        answers.send(answer)
+
+
+def _be_deaf_to_signals() -> None:
+    """A terminal or a service manager signals all processes; the parent decides what becomes of the jobs. Processes that a job starts
+    hear them as usual: a handler ends with exec, where SIG_IGN would stay, and at a fork it is taken back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before[signal.SIGTERM] = signal.SIG_DFL  # the server process ignores it
+    if before[signal.SIGINT] is signal.SIG_IGN:
+        before[signal.SIGINT] = signal.default_int_handler
+    for number in before:
+        signal.signal(number, lambda *_: None)
+
+    def hear() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    os.register_at_fork(after_in_child=hear)
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
 
 
 @dataclass(eq=False)
@@ -302,17 +484,21 @@ class Current:
     context: JobContext | None = None
 
 
-def _listen(connection: Connection, inbox: deque[Order], arrived: threading.Semaphore, current: Current) -> None:
+def _listen(orders: Connection, inbox: deque[Order], arrived: threading.Semaphore, current: Current) -> None:
+    stream: BinaryIO = os.fdopen(os.dup(orders.fileno()), "rb")
     while True:
         try:
-            message = connection.recv()
-        except (EOFError, OSError):
-            os._exit(1)  # the parent is gone, and with it whoever renews our lease
-        if message == "cancel":
-            if current.context is not None:
-                current.context.cancel()
+            message = pickle.load(stream)  # noqa: S301  # from the parent
+        except BaseException:  # the parent is gone, and with it whoever renews our lease
+            with suppress(OSError):
+                os.killpg(os.getpid(), signal.SIGKILL)
+            os._exit(1)
+        if isinstance(message, Cancel):
+            context = current.context
+            if context is not None and (context.id, context.attempt) == (message.job_id, message.attempt):
+                context.cancel()
             continue
-        if message is not None:
+        if isinstance(message, Order):
             current.context = JobContext(message.job_id, message.target, message.attempt, message.max_attempts)
             inbox.append(message)
         arrived.release()

@@ -126,6 +126,8 @@ def crashed(row: ClaimedRow, target: Target[object] | None, default: Backoff, su
 def decide(running: Running, outcome: Outcome, default: Backoff, *, stopping: bool) -> Settlement:
     """``stopping``: the cancel flags were set because the worker must end."""
     row, target, state = running.row, running.work.target, outcome.state
+    if outcome.kind is Kind.RELEASED:
+        return released(row)  # its child died before it had begun
     if outcome.kind is Kind.CRASHED and not running.timed_out:
         return crashed(row, target, default, outcome.summary)
     if state is State.BLOCKED:

@@ -62,7 +62,7 @@ class Upkeep:
         self._at = min(now + min(wait, self._poll), self._expire_at)
         if due.again or due.dead or due.unknown:
             events.emit(events.LeasesExpired(due.again, due.dead, due.unknown))
-        return bool(due.promoted or due.again)
+        return bool(due.promoted or due.again or due.ready)
 
     def _prune(self, session: OwnSession, now: float) -> None:
         self._prune_at = now + PRUNE_EVERY * random.uniform(0.8, 1.2)

@@ -47,6 +47,8 @@ __all__ = ["EXIT_ABANDONED", "EXIT_CLEAN", "Worker", "WorkerOptions", "run_worke
 
 log = logging.getLogger("dbqueue")
 
+CLAIM_ANYWAY = 5.0
+"""Seconds after which an idle worker claims even if nothing told it to."""
 EXIT_CLEAN = 0
 EXIT_BROKEN = 1
 """No child process can be had: the application cannot be imported, as a rule."""
@@ -72,6 +74,9 @@ class Worker:
         self.targets = queue.targets
         job_settings = queue.settings
         self.queues = self._queue_names()
+        if self.options.pool != "threads":
+            for target in self.targets.values():
+                address(target)  # one that a child cannot find is refused now, not when its job comes
         size = job_settings.workers if self.options.slots is None else self.options.slots
         self.lease = self._lease_us(job_settings)
         self.poll = job_settings.poll_ms / 1000
@@ -104,8 +109,6 @@ class Worker:
     def _make_slots(self, size: int) -> Slots:
         if self.options.pool == "threads":
             return ThreadSlots(size, self.wake.ring)
-        for target in self.targets.values():
-            address(target)  # one that a child cannot find is refused now, not when its job comes
         return ProcessSlots(size, self.wake.ring, self.options.child or ChildOptions())
 
     def _queue_names(self) -> tuple[str, ...]:
@@ -201,9 +204,8 @@ class Worker:
             heard = self.wake.wait(seconds, sleeper)
 
         self.connection.attempt(wait)
-        if (
-            heard and self._capacity
-        ):  # without an idle slot the next settle claims, and the next sleep looks at everything
+        # Without an idle slot there is no hurry: the next settle claims, and the next sleep looks at everything.
+        if heard and self._capacity:
             self._look_for_jobs()
 
     def _look_for_jobs(self) -> None:
@@ -324,7 +326,9 @@ class Worker:
             self.upkeep.soon()
         elif self._capacity:
             look_at = self.connection.fall_asleep(now)
-            self._claim_at = min(now + self.poll, look_at)
+            # Where upkeep's look, once a poll, tells whether anything is claimable, claims need not ask.
+            pause = self.poll if self.dialect.probes else max(self.poll, CLAIM_ANYWAY)
+            self._claim_at = min(now + pause, look_at)
             if look_at <= now:  # jobs that become due soon, too, may have been written without a ring
                 self.upkeep.soon()
 

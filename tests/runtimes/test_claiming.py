@@ -13,7 +13,7 @@ import pytest
 from dbqueue import ConfigError, DBQueue, events
 from dbqueue.runtime.worker import Worker, WorkerOptions
 from dbqueue.targets import Target
-from tests.runtimes.lab import RunningWorker, Told, drained, in_thread, record, wait_all, wait_state
+from tests.runtimes.lab import Process, RunningWorker, Told, drained, in_thread, record, wait_all, wait_state
 from tests.waiting import wait_for
 
 MakeQueue = Callable[..., DBQueue]
@@ -139,6 +139,15 @@ def test_on_sqlite_the_lease_exceeds_every_timeout(queue: DBQueue, database: str
     assert not told, "nothing was started"
 
 
+@pytest.mark.req("D17", "D18")
+@pytest.mark.databases("sqlite")
+def test_the_command_says_so_and_ends(start: Callable[..., Process]) -> None:
+    worker = start("--lease", 1)
+    assert worker.ended() == 2
+    assert "'deaf' (30000 ms)" in worker.log
+    assert worker.log.count("\n") == 1
+
+
 @pytest.mark.req("D18")
 def test_handlers_that_enqueue_do_not_starve_when_all_slots_are_busy(make_queue: MakeQueue) -> None:
     """Four at the same moment, each in a transaction of its own, beside the loop: the pool holds one more than there are slots."""
@@ -245,6 +254,7 @@ def test_a_worker_does_not_fall_asleep_on_a_claim_that_looked_only_beyond_its_ma
         urgent = job.enqueue(priority=9)
         marks = running.worker.connection.session.marks  # type: ignore[union-attr]
         marks._next["claim"] = time.monotonic() + 0.3  # as if looking everywhere were that expensive just now
+        marks._cost["claim"] = 1.0
         began = time.monotonic()
         released.set()
         wait_state(queue, urgent.id, "succeeded")

@@ -360,7 +360,7 @@ def test_one_outcome_that_cannot_be_written_does_not_stop_the_others(
     turn = dialect.turn
     if bad == "summary":
         # No text of ours contains a NUL, and SQLite would take it.
-        monkeypatch.setattr("dbqueue.runtime.slots.summary_of", lambda error: "bad\0")
+        monkeypatch.setattr("dbqueue.runtime.execute.summary_of", lambda error: "bad\0")
 
     def refusing(session: Any, asked: Turn) -> TurnResult:
         if bad == "summary" and database == "sqlite" and any("\0" in (s.summary or "") for s in asked.settlements):

@@ -352,18 +352,32 @@ def test_the_turns_statements_reach_generic_plans(db: Database, session: Postgre
 
 
 @pytest.mark.req("D11")
+def test_a_large_claim_from_a_young_backlog(fresh_db: Database) -> None:
+    """Before its first ANALYZE a table of this size is where the planner would rather read and sort all of it."""
+    with fresh_db.session() as session:
+        assert isinstance(session, PostgresSession)
+        fill_one_queue(session, 20_000)
+        _, text, params = step(fresh_db, session, claim_turn(96))
+        check(explain(session, text, params, "worker"), {CLAIM, JOBS}, rows=4 * 96 + 1, pages=60 * 96)
+
+
+def fill_one_queue(session: OwnSession, count: int) -> None:
+    session.execute("ALTER TABLE dbqueue_jobs SET (autovacuum_enabled = off)")
+    session.execute(
+        "INSERT INTO dbqueue_jobs (id, target, queue, priority, payload, state, run_at, ready_at, max_attempts, created_at, updated_at)"
+        f" SELECT gen_random_uuid(), 't', 'default', 9, '{{}}', 0, 0, g, 3, 0, 0 FROM generate_series(1, {count}) g"
+    )
+
+
+@pytest.mark.req("D11")
 def test_marks_spare_a_worker_what_a_pinned_snapshot_keeps(fresh_db: Database) -> None:
     """While somebody holds a snapshot, every job done since stays in the indexes; the marks lead past them."""
     dialect = fresh_db.dialect
     assert isinstance(dialect, Postgres)
     pinned, own = fresh_db.open_session(), fresh_db.open_session()
     assert isinstance(own, PostgresSession)
-    own.execute("ALTER TABLE dbqueue_jobs SET (autovacuum_enabled = off)")
     pinned.connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
-    own.execute(
-        "INSERT INTO dbqueue_jobs (id, target, queue, priority, payload, state, run_at, ready_at, max_attempts, created_at, updated_at)"
-        " SELECT gen_random_uuid(), 't', 'default', 9, '{}', 0, 0, g, 3, 0, 0 FROM generate_series(1, 12000) g"
-    )
+    fill_one_queue(own, 12_000)
     done = dialect.turn(own, claim_turn(8192)).claimed
     dialect.turn(own, Turn([Settlement(r.id, r.token, State.SUCCEEDED, r.queue) for r in done]))
     costs = {}
