@@ -466,11 +466,19 @@ def _be_deaf_to_signals() -> None:
     for number in before:
         signal.signal(number, lambda *_: None)
 
+    def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, before)
+
+    def let() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+
     def hear() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
+        let()
 
-    os.register_at_fork(after_in_child=hear)
+    # Held meanwhile: one that came between the fork and ``hear`` would be lost.
+    os.register_at_fork(before=hold, after_in_parent=let, after_in_child=hear)
 
 
 def _flush_streams() -> None:

@@ -135,6 +135,26 @@ def test_bulks_with_keys_in_opposite_orders_do_not_deadlock(db: Database) -> Non
 
 
 @pytest.mark.req("D8")
+@pytest.mark.databases("postgres", "postgres15")
+def test_two_bulks_that_meet_half_way_do_not_deadlock(db: Database) -> None:
+    """Both wait for the key in the middle at the same time: in the order in which they were given, each would now hold what the
+    other one needs next."""
+
+    def enqueue(order: str) -> None:
+        with db.transaction() as session:
+            db.dialect.enqueue_many(session, [new_job(key=key) for key in order])
+
+    with psycopg.connect(db.url.render_as_string(hide_password=False)) as other:
+        db.dialect.enqueue(db.dialect.session(other), new_job(key="m"))
+        bulks = threading.Thread(target=run_together, args=([lambda: enqueue("amz"), lambda: enqueue("zma")],))
+        bulks.start()
+        _wait_for_a_waiter(db, 2)
+        other.rollback()
+        bulks.join()
+    assert sorted(row["key"] for row in rows(db).jobs.values()) == ["a", "m", "z"]
+
+
+@pytest.mark.req("D8")
 @pytest.mark.parametrize("state", ["dead", "blocked"])
 def test_a_retry_into_a_taken_key_is_told_so(queue: DBQueue, state: str) -> None:
     database = queue.database
@@ -202,7 +222,7 @@ def test_a_key_is_waited_for_while_its_holder_is_not_committed(db: Database) -> 
         assert answers == [(first.id, True) if commits else (second.id, False)]
 
 
-def _wait_for_a_waiter(db: Database) -> None:
+def _wait_for_a_waiter(db: Database, count: int = 1) -> None:
     question = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     with db.session() as session:
-        wait_for(lambda: session.execute(question)[0][0])
+        wait_for(lambda: session.execute(question)[0][0] >= count)

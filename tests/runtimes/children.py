@@ -101,6 +101,11 @@ def act(do: Do) -> None:
         program = subprocess.Popen(["sleep", "300"])
         program.terminate()
         note(FOLDER, f"ended{program.wait(10)}")
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
+        fork.start()
+        fork.terminate()
+        fork.join(10)
+        note(FOLDER, f"forked{fork.exitcode}")
     elif do.what == "enqueue":
         plain.enqueue(Do("alone"))
         enqueue_joined()

@@ -180,7 +180,7 @@ def test_poison_is_kept_aside_unexecuted_and_runs_once_cured(make_queue: MakeQue
 def test_a_timeout_sets_the_flag_and_counts_as_a_failure(queue: DBQueue, told: Told) -> None:
     noticed: list[float] = []
 
-    @queue.job(max_attempts=2, timeout=0.1, retry=0.03)
+    @queue.job(max_attempts=2, timeout=0.3, retry=0.03)
     def slow() -> None:
         job, began = current_job(), time.monotonic()
         assert job is not None
@@ -192,9 +192,9 @@ def test_a_timeout_sets_the_flag_and_counts_as_a_failure(queue: DBQueue, told: T
         found = wait_state(queue, ref.id, "dead")
     assert (found.attempt, found.error_kind, found.error_summary) == (2, "timeout", None)
     assert [event.retry_in for event in told.of(events.JobEnded)] == [pytest.approx(0.03), None]
-    assert [event.timeout for event in told.of(events.JobTimedOut)] == [0.1, 0.1]
+    assert [event.timeout for event in told.of(events.JobTimedOut)] == [0.3, 0.3]
     assert len(noticed) == 2
-    assert all(0.09 <= seconds < 1.0 for seconds in noticed)
+    assert all(0.15 <= seconds < 2.0 for seconds in noticed)
     assert not told.of(events.SlotAbandoned)
 
 
