@@ -1,4 +1,5 @@
-"""The claims that a worker holds: from the claim until the database has agreed to its end, or says that somebody else has it.
+"""The claims that a worker holds: from the claim until the database has agreed to its end, or says that somebody else
+has it.
 
 No statement is sent here. The loop asks what to settle and to renew, and tells what the database answered.
 """
@@ -58,7 +59,8 @@ class Claims:
         return [running for running in self._running.values() if running.renew_at <= now and not running.lost]
 
     def add(self, row: ClaimedRow, target: Target[object] | None, sent: float) -> Running:
-        """``sent`` is before the database wrote the lease, so our idea of it ends early; the timeout counts from now."""
+        """``sent`` is before the database wrote the lease, so our idea of it ends early; the timeout counts from
+        now."""
         context = JobContext(ids.as_uuid(row.id), row.target, row.attempt, row.max_attempts)
         now, timeout = time.monotonic(), row.timeout_ms
         deadline = now + timeout / 1000 if isinstance(timeout, int) else NEVER
@@ -86,9 +88,9 @@ class Claims:
                 self.end(running, decide(running, outcome, self._backoff, stopping=stopping), outcome.duration)
 
     def watch(self) -> bool:
-        """At its timeout a job's flag is set; after a grace it is settled without its thread, and the slot abandoned. The flag is set,
-        too, when the claim cannot have been renewed in time: somebody else may run the job by now. Returns whether half of the
-        slots are abandoned."""
+        """At its timeout a job's flag is set; after a grace it is settled without its thread, and the slot abandoned.
+        The flag is set, too, when the claim cannot have been renewed in time: somebody else may run the job by now.
+        Returns whether half of the slots are abandoned."""
         now, abandoned = time.monotonic(), False
         for running in list(self._running.values()):
             if running.settlement is not None:

@@ -1,7 +1,7 @@
 """The worker's own connections: one on which it works, one on which it listens; lost, and made again.
 
-The first failure of a series is told by DatabaseTrouble and its end by DatabaseBack; the tries between them are silent and further
-and further apart. Nothing else in the worker stops meanwhile: jobs run on, their outcomes wait.
+The first failure of a series is told by DatabaseTrouble and its end by DatabaseBack; the tries between them are
+silent and further and further apart. Nothing else in the worker stops meanwhile: jobs run on, their outcomes wait.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from dbqueue.runtime.running import NEVER
 
 RECONNECT_FIRST, RECONNECT_MOST = 0.1, 5.0
 LOOK_FIRST = 0.002
-"""Seconds from falling asleep to the first look whether older transactions have ended; doubled each time, up to the poll."""
+"""Seconds from falling asleep to the first look whether older transactions have ended; doubled each time, up to the
+poll."""
 SECOND_RELEASE = 2.0
-"""Seconds after a reconnect until unknown claims are looked for once more: the server may have gone on with a turn that we gave up."""
+"""Seconds after a reconnect until unknown claims are looked for once more: the server may have gone on with a turn
+that we gave up."""
 
 
 class Connection:
@@ -59,8 +61,9 @@ class Connection:
         self.worked()
 
     def ready(self, known: Callable[[], list[bytes]]) -> bool:
-        """Whether there is a session to work on; makes it when it is time to try. ``known``: ids of the claims that this worker
-        knows of. Rows that the database thinks it holds beside them came in an answer that was lost: they are handed back."""
+        """Whether there is a session to work on; makes it when it is time to try. ``known``: ids of the claims that
+        this worker knows of. Rows that the database thinks it holds beside them came in an answer that was lost: they
+        are handed back."""
         now = time.monotonic()
         try:
             if self.session is None:
@@ -165,8 +168,9 @@ class Connection:
             return False
 
     def fall_asleep(self, now: float) -> float:
-        """After a claim that found nothing: announces the sleep, then looks whether every transaction that was open at the announcement
-        has ended (see ``wakeup``). Returns when to look for jobs again; ``now``: at once; NEVER: whoever writes one rings."""
+        """After a claim that found nothing: announces the sleep, then looks whether every transaction that was open
+        at the announcement has ended (see ``wakeup``). Returns when to look for jobs again; ``now``: at once; NEVER:
+        whoever writes one rings."""
         sleeper = self.sleeper
         if sleeper is None or sleeper.settled:
             return NEVER

@@ -16,8 +16,8 @@ from dbqueue.targets import Target
 NEVER = float("inf")
 
 Key = tuple[bytes, bytes]
-"""A job's id and the claim's token. The id alone would not do: a worker that lost a claim may claim the same job again while the
-first handler still runs."""
+"""A job's id and the claim's token. The id alone would not do: a worker that lost a claim may claim the same job
+again while the first handler still runs."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,8 @@ class Running:
     """When its slot is abandoned, once the timeout has passed."""
     timed_out: bool = False
     expired: bool = False
-    """Its lease must have ended while the database could not be asked. What it says counts: the claim may be ours after all."""
+    """Its lease must have ended while the database could not be asked. What it says counts: the claim may be ours
+    after all."""
     lost: bool = False
     settlement: Settlement | None = None
     ended: JobEnded | None = None
@@ -84,8 +85,8 @@ class Running:
 
 
 def obstacle(row: ClaimedRow, target: Target[object] | None, longest: float) -> Kind | None:
-    """Why a job must not run (D9); it is then kept, blocked, and its attempt given back. ``longest``: microseconds that its timeout
-    must stay below (D18)."""
+    """Why a job must not run (D9); it is then kept, blocked, and its attempt given back. ``longest``: microseconds
+    that its timeout must stay below (D18)."""
     if target is None:
         return Kind.UNKNOWN_TARGET
     if row.fingerprint != target.schema.fingerprint:
@@ -105,8 +106,13 @@ def released(row: ClaimedRow) -> Settlement:
 
 
 def failed(
-    row: ClaimedRow, target: Target[object] | None, default: Backoff, kind: Kind, summary: str | None = None, delay: int | None = None
-) -> Settlement:  # fmt: skip
+    row: ClaimedRow,
+    target: Target[object] | None,
+    default: Backoff,
+    kind: Kind,
+    summary: str | None = None,
+    delay: int | None = None,
+) -> Settlement:
     """Pending again after ``delay`` microseconds (None: as the target says), or dead with the last attempt."""
     if row.attempt >= row.max_attempts:
         return Settlement(row.id, row.token, State.DEAD, row.queue, kind, summary)
@@ -116,7 +122,8 @@ def failed(
 
 
 def crashed(row: ClaimedRow, target: Target[object] | None, default: Backoff, summary: str | None) -> Settlement:
-    """Its process died under it: what the sweep would do with a lease that ended, at once and with the target's backoff."""
+    """Its process died under it: what the sweep would do with a lease that ended, at once and with the target's
+    backoff."""
     if row.on_crash == OnCrash.RETRY:
         return failed(row, target, default, Kind.CRASHED, summary)
     state = State.UNKNOWN if row.on_crash == OnCrash.UNKNOWN else State.DEAD

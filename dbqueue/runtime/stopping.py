@@ -1,8 +1,9 @@
-"""How a worker ends: told, running jobs asked to stop, handed back, left to their leases. Only flags and times, no action.
+"""How a worker ends: told, running jobs asked to stop, handed back, left to their leases. Only flags and times, no
+action.
 
-Asked once (SIGTERM): running jobs may end within the patience; then their cancel flags are set, a moment later they are handed back.
-Asked twice: the flags are set at once. A database that does not answer holds nobody up: what cannot be handed back in time keeps
-its lease.
+Asked once (SIGTERM): running jobs may end within the patience; then their cancel flags are set, a moment later they
+are handed back. Asked twice: the flags are set at once. A database that does not answer holds nobody up: what cannot
+be handed back in time keeps its lease.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What somebody has to do now and then, and every worker does in passing: make due jobs claimable, take back the jobs of lost
-workers, and shorten the history. Each is one bounded statement; any number of workers may do it at once.
+"""What somebody has to do now and then, and every worker does in passing: make due jobs claimable, take back the jobs
+of lost workers, and shorten the history. Each is one bounded statement; any number of workers may do it at once.
 
-Due jobs are looked for at every poll, and at the instant at which the next one is due. Lost leases can wait a part of a lease, but
-not longer: an idle worker asks for them once a second at most.
+Due jobs are looked for at every poll, and at the instant at which the next one is due. Lost leases can wait a part of
+a lease, but not longer: an idle worker asks for them once a second at most.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TROUBLE_PAUSE = 0.25
 
 
 class Upkeep:
-    """When upkeep is due (instants of time.monotonic()), and the doing. Errors leave ``run`` after the next time was set, so that a
-    database that refuses is not asked without a pause."""
+    """When upkeep is due (instants of time.monotonic()), and the doing. Errors leave ``run`` after the next time was
+    set, so that a database that refuses is not asked without a pause."""
 
     def __init__(self, dialect: Dialect, queues: tuple[str, ...], *, poll: float, lease: float, history: float) -> None:
         self._dialect, self._queues = dialect, queues

@@ -1,7 +1,7 @@
 """The worker loop's one wait: for a finished slot, a signal, a notification, or the time.
 
-``ring`` may be called from any thread and from a signal handler, also after ``close``. Nothing is lost between a look and a wait:
-whoever rings has made the fact visible first, and the byte in the pair of sockets ends the next wait.
+``ring`` may be called from any thread and from a signal handler, also after ``close``. Nothing is lost between a look
+and a wait: whoever rings has made the fact visible first, and the byte in the pair of sockets ends the next wait.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Wake:
                     return False
 
     def _drain(self) -> None:
-        """Reads first and forgets afterwards: a ring in between is for a fact that the loop sees when this wait returns. The other
-        way round it would leave the flag set and the sockets empty, and no later ring would be heard."""
+        """Reads first and forgets afterwards: a ring in between is for a fact that the loop sees when this wait
+        returns. The other way round it would leave the flag set and the sockets empty, and no later ring would be
+        heard."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(64)
         self._rung = False

@@ -56,9 +56,11 @@ EXIT_ABANDONED = 75
 """EX_TEMPFAIL: half of the slots hold jobs that ignore their timeout; a supervisor is to start a fresh process."""
 
 SHORTEST_HISTORY = 60.0
-"""Seconds that even a switched-off history keeps succeeded jobs: a settle whose COMMIT answer was lost must be told "already"."""
+"""Seconds that even a switched-off history keeps succeeded jobs: a settle whose COMMIT answer was lost must be told
+"already"."""
 SWEEP_PAUSE = 0.02
-"""Seconds until a claim that looked only beyond its low-water marks, and found little, is followed by one that looks everywhere."""
+"""Seconds until a claim that looked only beyond its low-water marks, and found little, is followed by one that looks
+everywhere."""
 BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 """Seconds until the next try when the whole database is busy: SQLite's write lock, a deadlock."""
 
@@ -156,8 +158,8 @@ class Worker:
         return self.stopping.begun and not self.claims
 
     def stop(self, reason: str = "asked to stop") -> None:
-        """From any thread or a signal handler. First call: claim nothing more and let running jobs end within ``shutdown`` seconds.
-        Second call: cancel them, hand them back and end."""
+        """From any thread or a signal handler. First call: claim nothing more and let running jobs end within
+        ``shutdown`` seconds. Second call: cancel them, hand them back and end."""
         self.stopping.ask(reason, self.options.shutdown)
         self.wake.ring()
 
@@ -302,7 +304,8 @@ class Worker:
         return ClaimRequest(queues, capacity, self.name, ids.new_token(), self.lease)
 
     def _started(self, claim: ClaimRequest, result: TurnResult, sent: float) -> None:
-        """Hands what was claimed to the slots. ``sent`` is before the database wrote the lease, so our idea of it ends early."""
+        """Hands what was claimed to the slots. ``sent`` is before the database wrote the lease, so our idea of it
+        ends early."""
         rows = result.claimed
         self.claimed += len(rows)
         self._went_well("turn")
@@ -346,7 +349,8 @@ class Worker:
     # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _refused(self, error: QueueError) -> None:
-        """The turn was rolled back by an error that a new connection does not cure: what is held goes row by row, claims wait."""
+        """The turn was rolled back by an error that a new connection does not cure: what is held goes row by row,
+        claims wait."""
         self._careful, self._drained = True, False
         self._claim_after = time.monotonic() + random.uniform(0.5, 1.0)
         self._trouble("turn", error)
@@ -363,7 +367,8 @@ class Worker:
             events.emit(events.DatabaseBack(self.name, time.monotonic() - since, 0))
 
     def _one_by_one(self, settling: Sequence[Running], renewing: Sequence[Running], now: float) -> None:
-        """After a refusal: every row on its own. An error that is not the row's own leaves the rest for the next try."""
+        """After a refusal: every row on its own. An error that is not the row's own leaves the rest for the next
+        try."""
         for running in settling:
             try:
                 self._exchange([running], [], None, now)
@@ -405,8 +410,9 @@ class Worker:
                 self._backlog, self._drained = True, False
 
     def _shut_down(self) -> None:
-        """The order: claim nothing more; let running jobs end; past the deadline, or hurried, set their flags and give them a moment;
-        hand back what is left. What cannot be handed back in time keeps its lease and comes back by it."""
+        """The order: claim nothing more; let running jobs end; past the deadline, or hurried, set their flags and
+        give them a moment; hand back what is left. What cannot be handed back in time keeps its lease and comes back
+        by it."""
         now = time.monotonic()
         if self.stopping.told():
             self.connection.stop_listening(for_good=True)
@@ -419,8 +425,9 @@ class Worker:
             self.left = self.claims.leave()
 
     def _close(self) -> None:
-        """Threads first, so that no handler meets closed connections; then the connections. A thread that was abandoned is not
-        waited for: its job may be running elsewhere already, and the sooner this process ends, the better."""
+        """Threads first, so that no handler meets closed connections; then the connections. A thread that was
+        abandoned is not waited for: its job may be running elsewhere already, and the sooner this process ends, the
+        better."""
         self.health.close()
         self.claims.cancel()
         self.slots.close(0.1 if self.slots.busy else 1.0)
@@ -429,8 +436,9 @@ class Worker:
 
 
 def run_worker(queue: DBQueue, options: WorkerOptions | None = None) -> int:
-    """Runs one worker in this process until SIGTERM or SIGINT: the first lets running jobs end (``shutdown`` seconds at most), the
-    second hands them back at once. Returns the exit code: 0, or 75 when too many jobs ignored their timeout."""
+    """Runs one worker in this process until SIGTERM or SIGINT: the first lets running jobs end (``shutdown`` seconds
+    at most), the second hands them back at once. Returns the exit code: 0, or 75 when too many jobs ignored their
+    timeout."""
     worker = Worker(queue, options)
     with log_events(), stop_on_signals(worker.stop):
         return worker.run()

@@ -457,7 +457,7 @@ def play(db: Database, examples: int, steps: int, number: int | None = None) -> 
 
 @pytest.mark.req("D7", "D8", "D12", "D13", "D14", "H14")
 def test_the_verbs_do_what_a_dict_does(db: Database) -> None:
-    play(db, 150 if db.dialect.name == "sqlite" else 25, 30, number=2)
+    play(db, 100 if db.dialect.name == "sqlite" else 25, 30, number=2)
 
 
 @pytest.mark.soak

@@ -1,5 +1,5 @@
-"""The jobs that worker processes run in these tests. What a handler did is told by lines in files of the test's folder: one write
-with O_APPEND each, so that they survive a kill and do not mix.
+"""The jobs that worker processes run in these tests. What a handler did is told by lines in files of the test's
+folder: one write with O_APPEND each, so that they survive a kill and do not mix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Workers to look at: in a thread of the test, where their parts can be reached, or as processes, which can be killed."""
+"""Workers to look at: in a thread of the test, where their parts can be reached, or as processes, which can be
+killed."""
 
 from __future__ import annotations
 
@@ -118,8 +119,8 @@ class Process:
         self, url: str, folder: Path, *args: object, options: dict[str, Any] | None = None, skew: float | None = None,
         free: bool = False, app: str = "tests.runtimes.app:queue",
     ) -> None:  # fmt: skip
-        """``skew``: seconds by which its wall clock is wrong. ``free``: D18's rule for SQLite, that a lease exceeds every timeout, does not
-        hold, so that a job can outlast its lease there too."""
+        """``skew``: seconds by which its wall clock is wrong. ``free``: D18's rule for SQLite, that a lease exceeds
+        every timeout, does not hold, so that a job can outlast its lease there too."""
         module = ["dbqueue"] if skew is None else ["tests.runtimes.skewed", str(skew)]
         number = len(list(folder.glob("worker-*.log"))) + 1
         self.log_file = folder / f"worker-{number}.log"

@@ -1,7 +1,8 @@
-"""`python -m tests.runtimes.skewed SECONDS ARGUMENT...`: the command `dbqueue ARGUMENT...` in a process whose wall clock is wrong.
+"""`python -m tests.runtimes.skewed SECONDS ARGUMENT...`: the command `dbqueue ARGUMENT...` in a process whose wall
+clock is wrong.
 
-Python's idea of the time of day is shifted before anything of dbqueue is imported. The monotonic clock is not: it measures
-durations, and no machine's is hours off.
+Python's idea of the time of day is shifted before anything of dbqueue is imported. The monotonic clock is not: it
+measures durations, and no machine's is hours off.
 """
 
 from __future__ import annotations

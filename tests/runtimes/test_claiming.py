@@ -58,7 +58,8 @@ def test_no_job_waits_in_memory(queue: DBQueue, told: Told) -> None:
         for n in range(10):
             wait_for(lambda n=n: len(started) >= min(n + 2, 10))  # type: ignore[misc]
             # The row of the job before may still be on its way out.
-            counts = wait_all(queue, lambda counts, n=n: counts.get("running", 0) == min(2, 10 - n))  # type: ignore[misc]
+            busy = min(2, 10 - n)
+            counts = wait_all(queue, lambda counts: counts.get("running", 0) == busy)  # noqa: B023
             assert counts.get("pending", 0) == max(0, 8 - n)
             assert _steps(running, 0.02) < 20
             turns[n].set()
@@ -150,7 +151,8 @@ def test_the_command_says_so_and_ends(start: Callable[..., Process]) -> None:
 
 @pytest.mark.req("D18")
 def test_handlers_that_enqueue_do_not_starve_when_all_slots_are_busy(make_queue: MakeQueue) -> None:
-    """Four at the same moment, each in a transaction of its own, beside the loop: the pool holds one more than there are slots."""
+    """Four at the same moment, each in a transaction of its own, beside the loop: the pool holds one more than there
+    are slots."""
     queue = make_queue(workers=1)
     together = threading.Barrier(4)
 

@@ -66,7 +66,8 @@ def test_a_handler_knows_its_job(queue: DBQueue) -> None:
 def test_neither_events_nor_the_log_tell_what_was_in_a_job(
     queue: DBQueue, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ends of every kind, with a payload, a key and an error text that must not leak. (A traceback may quote anything: `dbqueue.jobs`.)"""
+    """Ends of every kind, with a payload, a key and an error text that must not leak. (A traceback may quote
+    anything: `dbqueue.jobs`.)"""
     marks = ("p4yload", "k3y", "t3xt")
 
     @queue.job(max_attempts=2, timeout=0.2, retry=0)

@@ -1,4 +1,5 @@
-"""Workers that die without a word: what they held is done by others, costs an attempt each time, and never takes the rest down."""
+"""Workers that die without a word: what they held is done by others, costs an attempt each time, and never takes the
+rest down."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ def test_a_job_that_kills_its_process_every_time_ends_and_the_others_go_on(
     assert starts == {str(killer): 3, str(unknown): 1, str(fails): 1}
     assert started <= 2 + 5, "five crashes"
 
-    # Held until somebody decides: its key stays taken, it is not run again by itself or by a retry, and a stale look decides nothing.
+    # Held until somebody decides: its key stays taken, it is not run again by itself or by a retry, and a stale look
+    # decides nothing.
     assert jobs.killer_unknown.enqueue(key="once").duplicate
     with pytest.raises(IllegalMove):
         queue.retry(unknown)

@@ -21,8 +21,8 @@ from tests.waiting import wait_for
 def test_long_jobs_run_once_while_all_slots_are_busy_and_through_the_drain(
     jobs: Jobs, start: Callable[..., Process]
 ) -> None:
-    """Jobs three times as long as the lease fill two workers; one of them is told to stop in the middle, and a third one, idle, waits for
-    any lease to end."""
+    """Jobs three times as long as the lease fill two workers; one of them is told to stop in the middle, and a third
+    one, idle, waits for any lease to end."""
     queue = jobs.queue
     workers = [start("-c", 2, "--lease", 1, free=True).started() for _ in range(2)]
     refs = [jobs.long.enqueue(Nap(3.2)).id for _ in range(4)]
@@ -140,8 +140,9 @@ def test_a_claim_that_was_lost_flags_the_handler_and_drops_its_result(queue: DBQ
 def test_a_job_claimed_again_by_the_same_worker_while_its_first_run_goes_on(
     queue: DBQueue, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker slept over its lease (a suspended machine). Its own sweep gives the job back, and it claims it anew: two runs of one job
-    in one worker, and only the second one's result counts. The first one keeps its slot, and is watched until it ends."""
+    """The worker slept over its lease (a suspended machine). Its own sweep gives the job back, and it claims it anew:
+    two runs of one job in one worker, and only the second one's result counts. The first one keeps its slot, and is
+    watched until it ends."""
     first, second = threading.Event(), threading.Event()
     attempts: list[int] = []
 

@@ -16,8 +16,9 @@ from dbqueue.database.tables import ClaimedRow
 from dbqueue.errors import ConfigError, InvalidName, RetryLater
 from dbqueue.payload import schema_of
 from dbqueue.runtime.context import JobContext
+from dbqueue.runtime.execute import Outcome, Work
 from dbqueue.runtime.options import WorkerOptions
-from dbqueue.runtime.slots import Outcome, ThreadSlots, Work
+from dbqueue.runtime.slots import ThreadSlots
 from dbqueue.runtime.stopping import Stopping
 from dbqueue.runtime.wake import Wake
 from dbqueue.states import Kind, OnCrash, State
@@ -51,7 +52,8 @@ def test_a_ring_ends_the_wait_and_only_one(wake: Wake) -> None:
 def test_a_ring_while_the_bell_is_being_reset_is_not_the_last_one_heard(
     wake: Wake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread rings between the two steps of the reset: for a fact that this wait's return will show. Later rings count too."""
+    """Another thread rings between the two steps of the reset: for a fact that this wait's return will show. Later
+    rings count too."""
     drain, rang = wake._reader, []
 
     class Reader:
@@ -79,7 +81,8 @@ def test_a_ring_while_the_bell_is_being_reset_is_not_the_last_one_heard(
 
 
 def test_no_ring_of_many_threads_is_lost(wake: Wake) -> None:
-    """Each thread rings and waits until the loop has seen its fact; a lost ring would keep it waiting for the loop's next look."""
+    """Each thread rings and waits until the loop has seen its fact; a lost ring would keep it waiting for the loop's
+    next look."""
     facts: list[threading.Event] = []
     lock = threading.Lock()
 
@@ -299,8 +302,8 @@ def test_an_end_of_its_own_making_is_not_the_first_signal(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"slots": 0}, {"slots": 1_001}, {"slots": True}, {"slots": 1.5}, {"max_jobs": 0}, {"max_jobs": "2"}, {"shutdown": -1},
-        {"shutdown": float("nan")}, {"shutdown": float("inf")}, {"shutdown": "30"},
+        {"slots": 0}, {"slots": 1_001}, {"slots": True}, {"slots": 1.5}, {"max_jobs": 0}, {"max_jobs": "2"},
+        {"shutdown": -1}, {"shutdown": float("nan")}, {"shutdown": float("inf")}, {"shutdown": "30"},
     ],
     ids=str,
 )  # fmt: skip

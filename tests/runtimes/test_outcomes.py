@@ -258,7 +258,8 @@ def test_at_half_of_the_slots_the_worker_drains_and_asks_for_a_fresh_process(que
 def test_the_time_that_a_claim_takes_is_not_the_jobs(
     queue: DBQueue, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite's write lock, or a slow network: the claim's answer comes 0.3 s late, and the job may still run for its 0.2 s."""
+    """SQLite's write lock, or a slow network: the claim's answer comes 0.3 s late, and the job may still run for its
+    0.2 s."""
     turn = queue.database.dialect.turn
 
     def slow(session: Any, asked: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A connection or server that goes away in the middle, an answer that is lost, and a statement that the database refuses."""
+"""A connection or server that goes away in the middle, an answer that is lost, and a statement that the database
+refuses."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def test_a_database_that_takes_connections_and_fails_every_turn_is_not_besieged(
 def test_a_handler_is_told_when_its_lease_must_have_ended_while_the_database_was_away(
     queue: DBQueue, told: Told, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else may run the job by now. If the claim turns out to be ours after all, the job is handed back, not done by half."""
+    """Somebody else may run the job by now. If the claim turns out to be ours after all, the job is handed back, not
+    done by half."""
     started, stopped = threading.Event(), threading.Event()
 
     @queue.job(max_attempts=2, timeout=0.9, name="job")
@@ -284,7 +286,8 @@ def test_a_retry_whose_answer_was_lost_counts_once(queue: DBQueue, told: Told, m
 @pytest.mark.req("D13")
 @pytest.mark.databases("postgres")
 def test_answers_lost_on_the_wire(database_url: str, make_queue: MakeQueue, told: Told, go: threading.Event) -> None:
-    """A proxy keeps the server's answer to a turn, or the turn itself, ten times in a row, at whatever it happens to contain."""
+    """A proxy keeps the server's answer to a turn, or the turn itself, ten times in a row, at whatever it happens to
+    contain."""
     make_queue()
     proxy = Proxy(database_url)
     assert urlsplit(proxy.url).port != urlsplit(database_url).port
@@ -345,7 +348,7 @@ def _together(queue: DBQueue, go: threading.Event) -> Target[Number]:
 
 def _one_batch(running: RunningWorker, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The worker sees no outcome before there are ``count``."""
-    slots = running.worker.slots
+    slots: Any = running.worker.slots
     collect = slots.collect
     monkeypatch.setattr(slots, "collect", lambda: collect() if len(slots._done) >= count else [])
 

@@ -1,4 +1,5 @@
-"""How a worker ends: what runs may end, what cannot is handed back, what waits is left alone, and nothing holds it up for ever."""
+"""How a worker ends: what runs may end, what cannot is handed back, what waits is left alone, and nothing holds it up
+for ever."""
 
 from __future__ import annotations
 
@@ -175,7 +176,8 @@ def test_a_timeout_during_the_drain_counts(queue: DBQueue) -> None:
 def test_a_database_that_answers_busy_for_ever_does_not_hold_up_the_end(
     queue: DBQueue, told: Told, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
-    """Somebody holds SQLite's write lock, or PostgreSQL ends every transaction as a deadlock: the job is left to its lease."""
+    """Somebody holds SQLite's write lock, or PostgreSQL ends every transaction as a deadlock: the job is left to its
+    lease."""
     started, go = threading.Event(), threading.Event()
 
     @queue.job(max_attempts=2, timeout=20)

@@ -38,7 +38,8 @@ class Number:
 
 @dataclass
 class Stage:
-    """A worker's queue, and another one on the same database, as another process has it. ``starts``: when which job started."""
+    """A worker's queue, and another one on the same database, as another process has it. ``starts``: when which job
+    started."""
 
     queue: DBQueue
     job: Target[Number]
@@ -126,8 +127,8 @@ def test_jobs_of_a_callers_transaction_wake_it_with_the_commit(stage: Stage, man
 def test_no_wake_up_is_lost_to_a_transaction_that_was_open_when_the_worker_fell_asleep(
     stage: Stage, told: Told, delay: float | None, rounds: int
 ) -> None:
-    """The producer looks for sleepers while the worker is busy, so it rings nobody; the worker looks for jobs before the commit, so it
-    finds none, and sleeps. Only its later looks can find the job."""
+    """The producer looks for sleepers while the worker is busy, so it rings nobody; the worker looks for jobs before
+    the commit, so it finds none, and sleeps. Only its later looks can find the job."""
     lags = []
     with in_thread(stage.queue, slots=1) as running:
         for n in range(rounds):
@@ -277,7 +278,8 @@ def test_a_lost_listening_connection_is_made_again_and_loses_no_job(stage: Stage
 
 @pytest.mark.databases("postgres")
 def test_a_producer_that_died_with_the_lock_does_not_make_the_worker_spin(stage: Stage, postgres: Server) -> None:
-    """It tried the gate and hangs before the unlock: the worker cannot announce its sleep, so it polls, further and further apart."""
+    """It tried the gate and hangs before the unlock: the worker cannot announce its sleep, so it polls, further and
+    further apart."""
     queue = stage.queue
     with in_thread(queue, slots=1) as running:
         running.asleep()
@@ -315,7 +317,8 @@ def test_a_job_of_another_process_wakes_the_worker(jobs: Jobs, start: Callable[.
         threading.Event().wait(0.05)  # it falls asleep
         began = time.monotonic()
         job = str(jobs.quick.enqueue(Nap()).id)
-        lags.append(wait_for(lambda: [line.at for line in notes(jobs.folder) if line.job == job])[0] - began)  # noqa: B023
+        started = wait_for(lambda: [line.at for line in notes(jobs.folder) if line.job == job])  # noqa: B023
+        lags.append(started[0] - began)
     assert max(lags) < SOON
     assert statistics.median(lags) < 0.1
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dbqueue.clock import SECOND
-from dbqueue.database import postgres
+from dbqueue.database import postgres_statements
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
 from dbqueue.database.postgres import Postgres, PostgresSession
@@ -202,7 +202,7 @@ def test_settle(big: Database, worker: PostgresSession, mode: str) -> None:
 @modes
 @pytest.mark.req("D13")
 def test_already(big: Database, worker: PostgresSession, mode: str) -> None:
-    text = big.dialect.names.fill(postgres.ALREADY)
+    text = big.dialect.names.fill(postgres_statements.ALREADY)
     found = worker.execute(f"SELECT id FROM dbqueue_finished LIMIT {LIMIT}")
     params = {"ids": [row[0].hex() for row in found] + [new_id().hex()]}
     check(explain(worker, text, params, mode), {HISTORY}, rows=3 * LIMIT, pages=12 * LIMIT)
@@ -225,7 +225,7 @@ def upkeep_params(big: Database, **more: Any) -> dict[str, Any]:
 @pytest.mark.req("D11", "H14")
 def test_promote(big: Database, worker: PostgresSession, mode: str, late: float) -> None:
     """With nothing due it reads one row, the next to come; with much due it stops at the limit."""
-    text = dialect_of(big)._text(postgres.PROMOTE, LIMIT)
+    text = dialect_of(big)._text(postgres_statements.PROMOTE, LIMIT)
     params = upkeep_params(big, offset=round(late * SECOND) + (PAST if late else 0))
     check(
         explain(worker, text, params, mode), {WAITING}, rows=5 * LIMIT if late else 3, pages=60 * LIMIT if late else 30
@@ -236,7 +236,7 @@ def test_promote(big: Database, worker: PostgresSession, mode: str, late: float)
 @pytest.mark.parametrize("late", [0, 700])
 @pytest.mark.req("D12", "H14")
 def test_expire(big: Database, worker: PostgresSession, mode: str, late: int) -> None:
-    text = dialect_of(big)._text(postgres.EXPIRE, LIMIT)
+    text = dialect_of(big)._text(postgres_statements.EXPIRE, LIMIT)
     params = upkeep_params(big, offset=late * SECOND)
     check(explain(worker, text, params, mode), {LEASES}, rows=5 * LIMIT, pages=80 * LIMIT if late else 30)
 
@@ -267,7 +267,7 @@ def test_the_holders_of_many_keys(big: Database, worker: PostgresSession, mode: 
 @pytest.mark.req("D11")
 def test_release_unknown(big: Database, worker: PostgresSession, mode: str) -> None:
     """Once after a lost connection: it may read the running jobs, and nothing else."""
-    text = big.dialect.names.fill(postgres.RELEASE_UNKNOWN)
+    text = big.dialect.names.fill(postgres_statements.RELEASE_UNKNOWN)
     params = {"offset": 0, "worker": "nobody", "known": [new_id().hex()]}
     plan = explain(worker, text, params, mode)
     assert not plan.sequential
@@ -277,13 +277,13 @@ def test_release_unknown(big: Database, worker: PostgresSession, mode: str) -> N
 
 @modes
 def test_probe(big: Database, worker: PostgresSession, mode: str) -> None:
-    text = big.dialect.names.fill(postgres.PROBE)
+    text = big.dialect.names.fill(postgres_statements.PROBE)
     check(explain(worker, text, {"queues": ["none", "q1"]}, mode), {CLAIM}, rows=2, pages=30)
 
 
 @modes
 def test_prune(big: Database, worker: PostgresSession, mode: str) -> None:
-    text = dialect_of(big)._text(postgres.PRUNE, LIMIT)
+    text = dialect_of(big)._text(postgres_statements.PRUNE, LIMIT)
     for state, before in ((4, now(big)), (6, now(big)), (7, now(big)), (4, 0)):
         plan = explain(worker, text, {"state": state, "before": before}, mode)
         check(plan, {PRUNE}, rows=4 * LIMIT, pages=30 * LIMIT)
