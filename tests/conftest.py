@@ -136,7 +136,9 @@ def _missing(missing: ServerMissing, major: int) -> NoReturn:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--req-report", action="store_true", help="print which requirements were proved on which database")
-    parser.addoption("--update-golden", action="store_true", help="write generated SQL and schemas into their golden files")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write generated SQL and schemas into their golden files"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -175,7 +175,21 @@ class Database:
 
     def single(self, verb: Callable[[OwnSession], T]) -> T:
         """As ``run`` for a verb of one statement: no BEGIN and COMMIT around it, one round trip."""
-        return self._again(self.session, verb)
+        return self._again(self._statement, verb)
+
+    @contextmanager
+    def _statement(self) -> Iterator[OwnSession]:
+        with self.session() as session:
+            if session.guarded:
+                session.begin()
+            try:
+                yield session
+                if session.guarded:
+                    session.commit()
+            except BaseException:
+                if session.guarded:
+                    _roll_back(session)
+                raise
 
     def _again(self, scope: Callable[[], AbstractContextManager[OwnSession]], verb: Callable[[OwnSession], T]) -> T:
         for attempt in range(BUSY_TRIES):

@@ -81,6 +81,10 @@ _MISSING_STATES = ("42P01", "3F000")
 _KEY_STATE = "23505"
 
 
+BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+DEFAULTS = "SELECT current_setting('default_transaction_isolation'), current_setting('default_transaction_read_only')"
+
+
 class PostgresSession:
     """One of dbqueue's own connections: autocommit, so a single statement is one round trip."""
 
@@ -88,6 +92,7 @@ class PostgresSession:
         self.connection = connection
         self.changed = 0
         self.marks = Marks()
+        self.guarded = bool(getattr(connection, "_dbqueue_guarded", False))
         self._wire = Wire.of(connection)
         self._cursor = connection.cursor(binary=True)
 
@@ -99,11 +104,13 @@ class PostgresSession:
 
     def planned(self, *steps: tuple[str, Mapping[str, Any]]) -> list[tuple[int, list[Row]]]:
         """Statements of the worker as one pipelined transaction of their own, with the plans that they are meant to have."""
+        if self.guarded:
+            return self._wire.run([(BEGIN, {}), (PLANNING, {}), *steps, ("COMMIT", {})])[2:-1]
         return self._wire.run([(PLANNING, {}), *steps])[1:]
 
     def begin(self, deadline: float | None = None) -> None:
         # A role may default to serializable or read only; our own transactions say what they need.
-        self.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE")
+        self.execute(BEGIN)
 
     def commit(self) -> None:
         self.execute("COMMIT")
@@ -167,6 +174,9 @@ class Postgres:
         connection = psycopg.connect(**options, autocommit=True)
         for loader in _id_loaders():
             connection.adapters.register_loader("uuid", loader)
+        # Most roles default to read committed and read write; for the others every transaction says so itself.
+        defaults = connection.execute(DEFAULTS).fetchone()
+        connection._dbqueue_guarded = defaults != ("read committed", "off")  # type: ignore[attr-defined]
         return connection
 
     def connect_to_look(self) -> Any:

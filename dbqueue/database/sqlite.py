@@ -216,6 +216,7 @@ class SqliteSession:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
+        self.guarded = False
         self.changed = 0
         self._cursor = connection.cursor()
 

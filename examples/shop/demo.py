@@ -50,7 +50,10 @@ def run() -> int:
 
     workers = [start_worker(f"shop-{n}") for n in (1, 2)]
     try:
-        held = wait(lambda: [j for j in app.queue.jobs(state="running") if (j.worker or "").startswith("shop-1:")], "worker 1 to be busy")
+        held = wait(
+            lambda: [j for j in app.queue.jobs(state="running") if (j.worker or "").startswith("shop-1:")],
+            "worker 1 to be busy",
+        )
         workers[0].kill()
         workers[0].wait()
         print(LINE.format("worker 1", f"SIGKILL while it held {len(held)} jobs"))

@@ -331,7 +331,9 @@ class _Elsewhere:
 
 
 @pytest.mark.databases("sqlite")
-@pytest.mark.parametrize("given", [None, "sqlite:///app.db", 7, object(), _Elsewhere()], ids=lambda given: type(given).__name__)
+@pytest.mark.parametrize(
+    "given", [None, "sqlite:///app.db", 7, object(), _Elsewhere()], ids=lambda given: type(given).__name__
+)
 def test_other_objects_are_refused_at_once(given: Any) -> None:
     with pytest.raises(NotSupported, match=type(given).__name__), using(given):
         pass

@@ -19,7 +19,7 @@ from tests.waiting import wait_for
 
 STATEMENTS_PER_SECOND = 10
 CPU_SHARE = 0.03
-SECONDS = 2.5
+SECONDS = 2.0
 
 
 @pytest.mark.databases("postgres")
@@ -68,7 +68,7 @@ def test_a_poll_of_half_a_minute_is_as_quiet_as_it_says(make_server: Callable[..
         running.asleep()
         threading.Event().wait(0.3)
         connection.execute("SELECT pg_stat_statements_reset()")
-        threading.Event().wait(1.5)
+        threading.Event().wait(1.0)
         rows = connection.execute(
             "SELECT calls, left(query, 80) FROM pg_stat_statements WHERE query NOT LIKE '%pg_stat_statements%'"
         ).fetchall()

@@ -21,11 +21,11 @@ from tests.waiting import wait_for
 def test_long_jobs_run_once_while_all_slots_are_busy_and_through_the_drain(
     jobs: Jobs, start: Callable[..., Process]
 ) -> None:
-    """Jobs three times as long as the lease fill two workers; one of them is told to stop in the middle, and a third
+    """Jobs much longer than the lease fill two workers; one of them is told to stop in the middle, and a third
     one, idle, waits for any lease to end."""
     queue = jobs.queue
     workers = [start("-c", 2, "--lease", 1, free=True).started() for _ in range(2)]
-    refs = [jobs.long.enqueue(Nap(3.2)).id for _ in range(4)]
+    refs = [jobs.long.enqueue(Nap(2.6)).id for _ in range(4)]
     wait_for(lambda: len(notes(jobs.folder, "start")) == 4)
     assert len({line.pid for line in notes(jobs.folder)}) == 2
     vulture = start("-c", 4, "--lease", 1, free=True).started()
@@ -84,8 +84,8 @@ def test_a_renewal_waits_for_a_lock_that_is_freed_before_the_lease_ends(
 def test_a_finished_job_keeps_its_lease_until_it_is_settled(
     make_queue: Callable[..., DBQueue], told: Told, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its outcome is refused as busy for three leases; nobody else gets the job meanwhile."""
-    queue = make_queue(lease=0.6, poll=0.05)
+    """Its outcome is refused as busy for two leases; nobody else gets the job meanwhile."""
+    queue = make_queue(lease=0.9, poll=0.05)
     dialect = queue.database.dialect
     turn, settle = dialect.turn, threading.Event()
 
@@ -100,13 +100,13 @@ def test_a_finished_job_keeps_its_lease_until_it_is_settled(
 
     monkeypatch.setattr(dialect, "turn", busy)
 
-    @queue.job(max_attempts=2, timeout=0.5)
+    @queue.job(max_attempts=2, timeout=0.8)
     def job() -> None: ...
 
     ref = job.enqueue()
     with in_thread(queue, slots=1), in_thread(queue, slots=1):
         told.wait(events.JobStarted)
-        threading.Event().wait(1.8)
+        threading.Event().wait(2.0)
         assert record(queue, ref.id).state == "running"
         settle.set()
         assert wait_state(queue, ref.id, "succeeded").attempt == 1

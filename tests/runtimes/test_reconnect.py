@@ -127,7 +127,7 @@ def test_running_jobs_outlive_a_restart_of_the_server(
             told.wait(events.DatabaseTrouble)
             go.set()
             wait_for(lambda: running.worker.slots.idle == 2)
-            threading.Event().wait(1.0)
+            threading.Event().wait(0.7)
             assert 2 <= len(tries) <= 8, "no busy loop, and no giving up"
             postgres.start()
             assert wait_state(queue, during, "succeeded").attempt == 1
@@ -158,7 +158,7 @@ def test_a_database_that_takes_connections_and_fails_every_turn_is_not_besieged(
         running.worker._look_for_jobs()
         running.worker.wake.ring()
         told.wait(events.DatabaseTrouble)
-        threading.Event().wait(1.0)
+        threading.Event().wait(0.8)
         limit = 2 if dialect.listens else 1
         assert 2 <= len(tries) <= 8 * limit, (time.monotonic() - began, tries)
         assert len(told.of(events.DatabaseTrouble)) <= (8 if good else 1)
@@ -452,8 +452,8 @@ def test_upkeep_that_is_refused_stops_nothing_else(
         assert time.monotonic() - began < 3, "claims do not wait for it"
         assert running.alive
         before = len(tries)
-        threading.Event().wait(1.0)
-        assert len(tries) - before <= 6
+        threading.Event().wait(0.6)
+        assert len(tries) - before <= 4
         monkeypatch.undo()
         told.wait(events.DatabaseBack)
     assert len(told.of(events.DatabaseTrouble)) == 1

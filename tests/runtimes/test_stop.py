@@ -59,10 +59,9 @@ def test_the_second_signal_hands_back_at_once(jobs: Jobs, start: Start, kind: st
 
 
 @pytest.mark.req("D19")
-@pytest.mark.parametrize("kind", ["gated", "deaf"])
-def test_at_the_deadline_what_still_runs_is_cancelled_and_handed_back(jobs: Jobs, start: Start, kind: str) -> None:
+def test_at_the_deadline_what_still_runs_is_cancelled_and_handed_back(jobs: Jobs, start: Start) -> None:
     worker = start("-c", 1, "--lease", 60, "--shutdown", 0.3).started()
-    ref = jobs.target(kind).enqueue(Gate("never"))
+    ref = jobs.gated.enqueue(Gate("never"))
     wait_for(lambda: notes(jobs.folder, "start"))
     began = time.monotonic()
     worker.signal(signal.SIGTERM)
@@ -70,7 +69,7 @@ def test_at_the_deadline_what_still_runs_is_cancelled_and_handed_back(jobs: Jobs
     assert 0.25 <= time.monotonic() - began < 6
     found = record(jobs.queue, ref.id)
     assert (found.state, found.attempt, found.error_kind) == ("pending", 0, "released")
-    assert bool(notes(jobs.folder, "cancelled")) == (kind == "gated")
+    assert notes(jobs.folder, "cancelled")
 
 
 @pytest.mark.req("D12")
@@ -119,6 +118,26 @@ def test_a_job_that_finishes_in_spite_of_its_flag_has_succeeded(queue: DBQueue) 
         go.set()
         assert running.ended() == 0
     assert record(queue, ref.id).state == "succeeded"
+
+
+@pytest.mark.req("D19")
+@pytest.mark.usefixtures("quick_end")
+def test_at_the_deadline_a_job_that_ignores_its_flag_is_handed_back_too(queue: DBQueue) -> None:
+    started, go = threading.Event(), threading.Event()
+
+    @queue.job(max_attempts=1, timeout=20)
+    def deaf() -> None:
+        started.set()
+        go.wait(10)
+
+    ref = deaf.enqueue()
+    with in_thread(queue, slots=1, shutdown=0.1) as running:
+        assert started.wait(5)
+        running.stop()
+        assert running.ended() == 0
+        found = record(queue, ref.id)
+        go.set()
+    assert (found.state, found.attempt, found.error_kind) == ("pending", 0, "released")
 
 
 @pytest.mark.req("D19")
