@@ -13,7 +13,10 @@ from contextlib import suppress
 
 import dbqueue.runtime.processes  # noqa: F401
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for _name in filter(None, os.environ.pop("DBQUEUE_PRELOAD", "").split(",")):
-    with suppress(BaseException):
-        importlib.import_module(_name)
+# Not a name of the settings' own, which refuse those that they do not know. Absent: some tool looks at all modules.
+_names = os.environ.pop("_DBQUEUE_PRELOAD", None)
+if _names is not None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for _name in filter(None, _names.split(",")):
+        with suppress(BaseException):
+            importlib.import_module(_name)

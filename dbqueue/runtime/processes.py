@@ -259,7 +259,7 @@ class ProcessSlots:
             orders, orders_end = self._context.Pipe(duplex=False)
             answers_end, answers = self._context.Pipe(duplex=False)
             process = self._context.Process(target=serve_child, args=(orders, answers, self.options), daemon=True)
-            os.environ["DBQUEUE_PRELOAD"] = ",".join(self.options.imports)
+            os.environ["_DBQUEUE_PRELOAD"] = ",".join(self.options.imports)
             try:
                 process.start()
             except (OSError, EOFError) as error:
@@ -268,7 +268,7 @@ class ProcessSlots:
                 self._failed(f"no child process can be started: {type(error).__name__}: {error}")
                 continue
             finally:
-                del os.environ["DBQUEUE_PRELOAD"]
+                del os.environ["_DBQUEUE_PRELOAD"]
                 orders.close()
                 answers.close()
             os.set_blocking(orders_end.fileno(), False)
