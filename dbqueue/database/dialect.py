@@ -81,8 +81,10 @@ class OwnSession(Session, Protocol):
     """A connection that dbqueue opened itself, in autocommit mode: here, and only here, transactions begin and end."""
 
     connection: Any
-    guarded: bool
-    """A statement outside of ``begin`` would not run as our transactions must: the role's defaults are other ones."""
+
+    @property
+    def guarded(self) -> bool:
+        """A statement outside of ``begin`` would not run as our transactions must: the role's defaults are other ones."""
 
     def begin(self, deadline: float | None = None) -> None: ...
     def commit(self) -> None: ...

@@ -92,7 +92,6 @@ class PostgresSession:
         self.connection = connection
         self.changed = 0
         self.marks = Marks()
-        self.guarded = bool(getattr(connection, "_dbqueue_guarded", False))
         self._wire = Wire.of(connection)
         self._cursor = connection.cursor(binary=True)
 
@@ -101,6 +100,16 @@ class PostgresSession:
         cursor.execute(statement, params)
         self.changed = cursor.rowcount
         return cursor.fetchall() if cursor.description else []
+
+    @property
+    def guarded(self) -> bool:
+        """Most roles default to read committed and read write; for the others every transaction says so itself. Asked once a
+        connection, and not when it is made: behind a pooler that would wait for a server."""
+        known: bool | None = getattr(self.connection, "_dbqueue_guarded", None)
+        if known is None:
+            known = tuple(self.execute(DEFAULTS)[0]) != ("read committed", "off")
+            self.connection._dbqueue_guarded = known
+        return known
 
     def planned(self, *steps: tuple[str, Mapping[str, Any]]) -> list[tuple[int, list[Row]]]:
         """Statements of the worker as one pipelined transaction of their own, with the plans that they are meant to have."""
@@ -174,9 +183,6 @@ class Postgres:
         connection = psycopg.connect(**options, autocommit=True)
         for loader in _id_loaders():
             connection.adapters.register_loader("uuid", loader)
-        # Most roles default to read committed and read write; for the others every transaction says so itself.
-        defaults = connection.execute(DEFAULTS).fetchone()
-        connection._dbqueue_guarded = defaults != ("read committed", "off")  # type: ignore[attr-defined]
         return connection
 
     def connect_to_look(self) -> Any:

@@ -234,6 +234,7 @@ def test_a_claim_whose_answer_was_lost_is_handed_back_and_costs_nothing(
     with in_thread(queue, slots=2) as running:
         busy = job.target.enqueue(Number(1_000)).id
         told.wait(events.JobStarted)
+        running.asleep()  # no turn is under way while it is replaced
         lost = _lose(queue, monkeypatch, lambda turn, result: bool(result.claimed))
         ref = job.target.enqueue(Number(1)).id
         assert wait_state(queue, ref, "succeeded").attempt == 1
