@@ -60,6 +60,7 @@ def queue(proxy: Proxy, direct: Database) -> Iterator[DBQueue]:
 @pytest.fixture
 def worker(queue: DBQueue) -> Iterator[OwnSession]:
     session = queue.database.open_session()
+    assert not session.guarded  # asked once a connection: not in the turn whose answer is lost
     yield session
     session.close()
 
