@@ -112,6 +112,7 @@ def test_what_a_job_says_crosses_the_pipe(kids: Kids) -> None:
 
 
 @pytest.mark.req("D11")
+@pytest.mark.soak  # it counts on the next job going to the child that is frozen, which is so as a rule and not always
 def test_a_frozen_child_holds_up_nobody(kids: Kids) -> None:
     """Neither the other slots, nor the renewal of leases, nor the end; even when it has not read a large order."""
     worker = kids._start("-P", "processes", "-c", 2, "--lease", 2 if "sqlite" not in kids.queue.database.label else 21,
