@@ -404,6 +404,7 @@ def test_a_killed_process_leaves_its_job_to_the_lease(opened: Case) -> None:
     assert (opened.job(job).attempt, opened.job(job).lapses) == (2, 1)
 
 
+@pytest.mark.soak  # beside other tests its process sometimes ends without the trouble that it waits for
 def test_a_process_ends_with_its_case() -> None:
     with case(queue) as opened:
         worker = opened.process(APP)
