@@ -16,9 +16,6 @@ SQLITE_NOW = "CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) 
 SECOND = 1_000_000
 """Microseconds in a second."""
 
-MAX_INSTANT = 253_402_300_799_000_000
-"""9999-12-31T23:59:59Z: the last instant that a datetime can show."""
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 

@@ -65,7 +65,6 @@ class Kind(str, Enum):
 
 
 P, R, B, U = State.PENDING, State.RUNNING, State.BLOCKED, State.UNKNOWN
-ENDED = (State.SUCCEEDED, State.ACKED, State.DEAD, State.CANCELLED, State.DISCARDED)
 
 MOVES: dict[tuple[str, State], tuple[State, ...]] = {
     ("claim", P): (R,),

@@ -18,7 +18,6 @@ from dbqueue.states import Kind, OnCrash, State
 SCHEMA_VERSION = 1
 """The newest migration that this code knows."""
 
-POLICY_COLUMNS = ("max_attempts", "timeout_ms", "on_crash")
 _BOTH = (
     "id", "task_id", "target", "fingerprint", "payload", "key", "queue", "priority", "state", "run_at", "attempt", "lapses",
     "max_attempts", "timeout_ms", "on_crash", "token", "worker", "error_kind", "error_summary", "source", "sequence",
@@ -41,7 +40,7 @@ _INSTANTS = {
     "sequence",
 }
 
-BEST_PRIORITY, WORST_PRIORITY, DEFAULT_PRIORITY = 9, 0, 0
+BEST_PRIORITY, DEFAULT_PRIORITY = 9, 0
 
 
 def stored_priority(priority: int) -> int:
@@ -161,15 +160,13 @@ class Held:
 
 @dataclass
 class ClaimRequest:
-    """Claim up to ``limit`` jobs from ``queues`` (the order breaks ties between equal priorities)."""
+    """Claim up to ``limit`` jobs from ``queues`` (a queue's jobs by priority; the queues in this order)."""
 
     queues: tuple[str, ...]
     limit: int
     worker: str
     token: bytes
     lease: int
-    sweep: bool = True
-    """Look at everything; False lets a dialect start at its marks."""
 
 
 @dataclass(frozen=True)
