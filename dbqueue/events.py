@@ -7,28 +7,26 @@ count. An event never carries a payload, a key or the text of an exception (D10)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from uuid import UUID
+
+from msgspec import Struct
 
 log = logging.getLogger("dbqueue.events")
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Struct, frozen=True, gc=False):
     """The root of all events."""
 
 
-@dataclass(frozen=True)
-class JobStarted(Event):
+class JobStarted(Event, frozen=True, gc=False):
     id: UUID
     target: str
     queue: str
     attempt: int
 
 
-@dataclass(frozen=True)
-class JobEnded(Event):
+class JobEnded(Event, frozen=True, gc=False):
     """One attempt ended and the database agreed: ``outcome`` is the state that the job has now."""
 
     id: UUID
@@ -42,8 +40,7 @@ class JobEnded(Event):
     retry_in: float | None = None
 
 
-@dataclass(frozen=True)
-class ClaimLost(Event):
+class ClaimLost(Event, frozen=True, gc=False):
     """The lease ended, or the job was cancelled or taken over: its result was not recorded (D13)."""
 
     id: UUID
@@ -51,8 +48,7 @@ class ClaimLost(Event):
     attempt: int
 
 
-@dataclass(frozen=True)
-class LeasesExpired(Event):
+class LeasesExpired(Event, frozen=True, gc=False):
     """The sweep found jobs whose worker is gone."""
 
     again: int
@@ -60,16 +56,14 @@ class LeasesExpired(Event):
     unknown: int
 
 
-@dataclass(frozen=True)
-class JobTimedOut(Event):
+class JobTimedOut(Event, frozen=True, gc=False):
     id: UUID
     target: str
     attempt: int
     timeout: float
 
 
-@dataclass(frozen=True)
-class SlotAbandoned(Event):
+class SlotAbandoned(Event, frozen=True, gc=False):
     """A job ignored its cancel flag; its thread cannot be killed and is not used until the job returns."""
 
     id: UUID
@@ -78,23 +72,20 @@ class SlotAbandoned(Event):
     limit: int
 
 
-@dataclass(frozen=True)
-class DatabaseTrouble(Event):
+class DatabaseTrouble(Event, frozen=True, gc=False):
     """The first failure of a series; the tries that follow are silent until DatabaseBack."""
 
     worker: str
     error: str
 
 
-@dataclass(frozen=True)
-class DatabaseBack(Event):
+class DatabaseBack(Event, frozen=True, gc=False):
     worker: str
     seconds: float
     released: int
 
 
-@dataclass(frozen=True)
-class WorkerStarted(Event):
+class WorkerStarted(Event, frozen=True, gc=False):
     worker: str
     database: str
     queues: tuple[str, ...]
@@ -103,15 +94,13 @@ class WorkerStarted(Event):
     targets: int
 
 
-@dataclass(frozen=True)
-class WorkerStopping(Event):
+class WorkerStopping(Event, frozen=True, gc=False):
     worker: str
     reason: str
     running: int
 
 
-@dataclass(frozen=True)
-class WorkerStopped(Event):
+class WorkerStopped(Event, frozen=True, gc=False):
     worker: str
     done: int
     released: int
@@ -119,29 +108,37 @@ class WorkerStopped(Event):
     exit_code: int
 
 
-@dataclass(frozen=True)
-class HistoryPruned(Event):
+class HistoryPruned(Event, frozen=True, gc=False):
     rows: int
 
 
 Subscriber = Callable[[Event], None]
-_subscribers: list[Subscriber] = []
+_subscribers: list[tuple[Subscriber, frozenset[type[Event]]]] = []
 
 
-def subscribe(subscriber: Subscriber) -> Callable[[], None]:
-    """Calls ``subscriber`` with every event of this process, on the emitting thread; returns the way to end it."""
-    _subscribers.append(subscriber)
+def subscribe(subscriber: Subscriber, *, but: Iterable[type[Event]] = ()) -> Callable[[], None]:
+    """Calls ``subscriber`` with every event of this process, except the kinds in ``but``, on the emitting thread; returns the way to
+    end it."""
+    entry = (subscriber, frozenset(but))
+    _subscribers.append(entry)
 
     def unsubscribe() -> None:
-        if subscriber in _subscribers:
-            _subscribers.remove(subscriber)
+        if entry in _subscribers:
+            _subscribers.remove(entry)
 
     return unsubscribe
 
 
+def wanted(kind: type[Event]) -> bool:
+    """Whether anybody would hear an event of this kind: where one is emitted for each job, it is made only then."""
+    return any(kind not in but for _, but in _subscribers)
+
+
 def emit(event: Event) -> None:
     """A subscriber that raises is logged and otherwise left alone: counting jobs must not end the worker that runs them."""
-    for subscriber in tuple(_subscribers):
+    for subscriber, but in tuple(_subscribers):
+        if type(event) in but:
+            continue
         try:
             subscriber(event)
         except Exception:

@@ -86,6 +86,9 @@ class OwnSession(Session, Protocol):
     def guarded(self) -> bool:
         """A statement outside of ``begin`` would not run as our transactions must: the role's defaults are other ones."""
 
+    def dedicate(self) -> None:
+        """From here on the session serves one worker's turns and nothing else, until it is closed."""
+
     def begin(self, deadline: float | None = None) -> None: ...
     def commit(self) -> None: ...
     def rollback(self) -> None: ...

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 
 import sqlalchemy
@@ -40,6 +41,7 @@ from dbqueue.database.postgres_statements import (
     LOOK,
     NOW,
     PLANNING,
+    PLANNING_FOR_GOOD,
     PROBE,
     PROMOTE,
     PRUNE,
@@ -81,7 +83,11 @@ _MISSING_STATES = ("42P01", "3F000")
 _KEY_STATE = "23505"
 
 
+_IN_LANE = itemgetter(9, 1, 2)
+"""Priority, queued_at and id of a claim's row."""
+
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+NOTHING: Mapping[str, Any] = {}
 DEFAULTS = "SELECT current_setting('default_transaction_isolation'), current_setting('default_transaction_read_only')"
 
 
@@ -94,6 +100,7 @@ class PostgresSession:
         self.marks = Marks()
         self._wire = Wire.of(connection)
         self._cursor = connection.cursor(binary=True)
+        self._plans_for_good: bool | None = False
 
     def execute(self, statement: str, params: Any = None) -> list[Row]:
         cursor = self._cursor
@@ -111,11 +118,28 @@ class PostgresSession:
             self.connection._dbqueue_guarded = known
         return known
 
+    def dedicate(self) -> None:
+        self._plans_for_good = None
+
+    def _plans_are_set(self) -> bool:
+        """A dedicated session sets its plans once, which saves a statement in each turn, if it talks to the server itself: a pooler
+        shows a process number of its own, and would hand what we set to its other clients."""
+        if self._plans_for_good is None:
+            direct = self.connection.prepare_threshold is not None
+            if direct and self.execute("SELECT pg_backend_pid()")[0][0] == self.connection.info.backend_pid:
+                self.execute(PLANNING_FOR_GOOD)
+                self._plans_for_good = True
+            else:
+                self._plans_for_good = False
+        return self._plans_for_good
+
     def planned(self, *steps: tuple[str, Mapping[str, Any]]) -> list[tuple[int, list[Row]]]:
         """Statements of the worker as one pipelined transaction of their own, with the plans that they are meant to have."""
+        first = [] if self._plans_are_set() else [(PLANNING, NOTHING)]
         if self.guarded:
-            return self._wire.run([(BEGIN, {}), (PLANNING, {}), *steps, ("COMMIT", {})])[2:-1]
-        return self._wire.run([(PLANNING, {}), *steps])[1:]
+            answers = self._wire.run([(BEGIN, NOTHING), *first, *steps, ("COMMIT", NOTHING)])
+            return answers[1 + len(first) : -1]
+        return self._wire.run([*first, *steps])[len(first) :]
 
     def begin(self, deadline: float | None = None) -> None:
         # A role may default to serializable or read only; our own transactions say what they need.
@@ -333,7 +357,7 @@ class Postgres:
                 result.whole = what == "sweep"
                 if result.whole:
                     session.marks.swept("claim", began)
-                elif len(result.claimed) < turn.claim.limit and session.marks.may_look("claim"):
+                elif len(result.claimed) < step_limit(turn.claim.limit) and session.marks.may_look("claim"):
                     self._look_again(session, turn.claim, result)
         return result
 
@@ -362,9 +386,12 @@ class Postgres:
         steps: list[tuple[str, str, dict[str, Any]]] = []
         if turn.settlements:
             if all(s.plain for s in turn.settlements):
-                ids, tokens = _identities(turn.settlements)
                 steps.append(
-                    ("fast", self._settle_fast, self._clock() | {"ids": ids, "tokens": tokens, "keep": self.keep})
+                    (
+                        "fast",
+                        self._settle_fast,
+                        self._clock() | _identity_arrays(turn.settlements) | {"keep": self.keep},
+                    )
                 )
             else:
                 steps.append(("settle", self._settle, self._settle_params(turn.settlements)))
@@ -372,8 +399,9 @@ class Postgres:
                 if queues and self.notify:
                     steps.append(("ring", RING_MANY, {"salt": self.names.salt, "queues": queues}))
         if turn.renewals:
-            ids, tokens = _identities(turn.renewals)
-            steps.append(("renew", self._renew, self._clock() | {"ids": ids, "tokens": tokens, "lease": turn.lease}))
+            steps.append(
+                ("renew", self._renew, self._clock() | _identity_arrays(turn.renewals) | {"lease": turn.lease})
+            )
         if turn.claim is not None and turn.claim.limit > 0:
             steps.append(self._claim_step(session.marks, turn.claim))
         return steps
@@ -413,15 +441,18 @@ class Postgres:
         marks.saw(now)
         if rows[0][2] is None:
             return
-        token, found = claim.token, []
+        rows.sort(key=_IN_LANE)  # RETURNING has no order
+        if len(claim.queues) > 1:
+            place = {queue: n for n, queue in enumerate(claim.queues)}
+            rows.sort(key=lambda row: place[row[8]])
+        token, lane = claim.token, {}
         for _, queued_at, job_id, task_id, target, fingerprint, payload, key, queue, priority, *rest in rows:
-            found.append(
+            result.claimed.append(
                 ClaimedRow(job_id, token, task_id, target, fingerprint, payload, key, queue, priority, queued_at, *rest)
             )
+            lane[queue, priority] = (queued_at, job_id)
+        for (queue, priority), (queued_at, job_id) in lane.items():
             marks.claimed(queue, priority, queued_at, job_id)
-        place = {queue: n for n, queue in enumerate(claim.queues)}
-        found.sort(key=lambda row: (place[row.queue], row.priority, row.ready_at, row.id))  # RETURNING has no order
-        result.claimed += found
 
     def settle(self, session: Session, settlements: Sequence[Settlement]) -> list[Fact]:
         return self._facts(session, settlements, session.execute(self._settle, self._settle_params(settlements)))
@@ -475,8 +506,7 @@ class Postgres:
         whole = marks.sweep_due("upkeep")
         waiting, lease = (0, 0) if whole else (marks.waiting, marks.lease)
         look = {"waiting": waiting, "lease": lease, "queues": list(queues) if marks.may_look("upkeep") else []}
-        row = session.execute(self._look, self._clock() | look)[0]
-        now, due, lapsed, ready, next_run = row
+        now, due, lapsed, ready, next_run = session.planned((self._look, self._clock() | look))[0][1][0]
         promoted = again = dead = unknown = 0
         if due or (expire and lapsed):
             params = self._clock() | {"salt": self.names.salt}
@@ -574,6 +604,12 @@ def as_text(value: object) -> str:
 
 def _identities(claims: Sequence[Settlement] | Sequence[Held]) -> tuple[list[str], list[str]]:
     return [c.id.hex() for c in claims], [c.token.hex() for c in claims]
+
+
+def _identity_arrays(claims: Sequence[Settlement] | Sequence[Held]) -> dict[str, str]:
+    """The same in PostgreSQL's own spelling, for the wire: each turn of a busy worker sends some hundred of them."""
+    ids, tokens = _identities(claims)
+    return {"ids": "{" + ",".join(ids) + "}", "tokens": "{" + ",".join(tokens) + "}"}
 
 
 def _in_order(claims: Sequence[Settlement] | Sequence[Held], rows: list[Row]) -> list[Fact]:

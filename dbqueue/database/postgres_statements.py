@@ -71,7 +71,8 @@ EXISTS = """
 SELECT 1 FROM {jobs} WHERE id = %(id)s::uuid UNION ALL SELECT 1 FROM {finished} WHERE id = %(id)s::uuid LIMIT 1
 """
 
-# First in every transaction of the worker, and gone with it, so nothing leaks through a transaction pooler. Our statements have one
+# First in every transaction of the worker, and gone with it, so nothing leaks through a transaction pooler; once for good in a
+# session that has the server to itself. Our statements have one
 # sensible plan: nested loops over index ranges, in index order. The planner finds it dear where statistics are missing or old, as they
 # are on a table whose rows live for milliseconds: a claim of 96 then read and sorted the whole backlog (bitmap scan, 12 ms at 20,000
 # rows, growing), and every execution was planned anew.
@@ -79,6 +80,7 @@ PLANNING = (
     "SELECT set_config('enable_bitmapscan', 'off', true), set_config('enable_seqscan', 'off', true), "
     "set_config('plan_cache_mode', 'force_generic_plan', true), set_config('jit', 'off', true)"
 )
+PLANNING_FOR_GOOD = PLANNING.replace(", true)", ", false)")
 
 _CLAIM = f"""
 clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM picked),

@@ -206,9 +206,9 @@ WHERE id = :id AND state = 2 AND NOT EXISTS (SELECT 1 FROM {jobs} k
   WHERE k.target = {jobs}.target AND k.key = {jobs}.key AND k.key IS NOT NULL AND k.state IN (0, 1, 3))
 """
 
-_BUSY, _LOCKED, _SNAPSHOT = 5, 6, 517
-# I/O error, full disk, cannot open, not a database yet, read-only: another try, on a new connection, may succeed.
-_CONNECTION_CODES = {8, 10, 13, 14}
+_BUSY, _LOCKED, _CANNOT_OPEN, _NOT_A_DATABASE, _SNAPSHOT = 5, 6, 14, 26, 517
+# Read-only, I/O error, full disk, cannot open: another try, on a new connection, may succeed.
+_CONNECTION_CODES = {8, 10, 13, _CANNOT_OPEN}
 
 
 class SqliteSession:
@@ -228,6 +228,8 @@ class SqliteSession:
     def execute_all(self, statement: str, params: Sequence[Any]) -> int:
         """Runs the statement once for each set of parameters; returns the sum of the row counts."""
         return self._cursor.executemany(statement, params).rowcount
+
+    def dedicate(self) -> None: ...
 
     def begin(self, deadline: float | None = None) -> None:
         """Takes the write lock; ``deadline`` is a time of time.monotonic(). Raises WouldDeadlock when this thread holds it."""
@@ -274,13 +276,17 @@ class Sqlite:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def connect(self, url: sqlalchemy.URL | None = None) -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            self.path, timeout=0, isolation_level=None, check_same_thread=False, cached_statements=256
-        )
         try:
-            self._prepare(connection)
-        except BaseException:
-            connection.close()
+            connection = sqlite3.connect(
+                self.path, timeout=0, isolation_level=None, check_same_thread=False, cached_statements=256
+            )
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.Error as error:
+            self._explain(error)
             raise
         return connection
 
@@ -295,6 +301,27 @@ class Sqlite:
             raise SchemaMissing(
                 "the SQLite file of this queue does not exist yet: run `dbqueue migrate` or call queue.migrate() at start-up"
             ) from None
+
+    def _explain(self, error: sqlite3.Error) -> None:
+        """Raises ours in its place when the trouble is the path, which SQLite does not tell."""
+        path, code = os.path.realpath(self.path), primary_code(error)
+        folder = os.path.dirname(path)
+        if code == _NOT_A_DATABASE:
+            raise DatabaseError(
+                f"{path} is no SQLite database (or an encrypted or damaged one), and was left as it is: correct the URL, or "
+                "move the file away"
+            ) from error
+        if code != _CANNOT_OPEN:
+            return
+        if _is_missing(folder):
+            problem = f"the folder {folder} does not exist: create it, or correct the URL"
+            if not os.path.isabs(self.path):
+                problem += " (three slashes begin a path relative to the working folder, four an absolute one)"
+        elif os.path.isdir(path):
+            problem = f"{path} is a folder: name a file in it"
+        else:
+            problem = f"{path} may not be read and written, or made, by this user: change the owner or mode of it or its folder"
+        raise ConnectionLost(f"the SQLite database cannot be opened: {problem}") from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         until = time.monotonic() + LOCK_PATIENCE
@@ -602,8 +629,22 @@ def primary_code(error: sqlite3.Error) -> int:
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None:
         return int(code) & 0xFF
-    texts = {"locked": _BUSY, "disk I/O": 10, "is full": 13, "unable to open": 14, "readonly": 8}
+    texts = {
+        "locked": _BUSY, "disk I/O": 10, "is full": 13, "unable to open": _CANNOT_OPEN, "readonly": 8,
+        "not a database": _NOT_A_DATABASE,
+    }  # fmt: skip
     return next((number for text, number in texts.items() if text in str(error)), 1)
+
+
+def _is_missing(folder: str) -> bool:
+    """Not so when we may only not look."""
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return not os.path.isdir(folder)
 
 
 def check_path(url: sqlalchemy.URL) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from msgspec import Struct
 from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, SmallInteger, Table, Text
 
 from dbqueue.states import Kind, OnCrash, State
@@ -120,8 +121,7 @@ class Enqueued:
     duplicate: bool
 
 
-@dataclass(frozen=True)
-class Settlement:
+class Settlement(Struct, frozen=True, gc=False):
     """What an executor says about a claim it holds: an ended state, BLOCKED, or PENDING (again after ``delay`` microseconds).
     ``refund`` gives the attempt back: nothing of the job was executed."""
 
@@ -150,8 +150,7 @@ class Fact(str, Enum):
     LOST = "lost"
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(Struct, frozen=True, gc=False):
     """The identity of a claim: what renewing needs."""
 
     id: bytes
@@ -169,8 +168,7 @@ class ClaimRequest:
     lease: int
 
 
-@dataclass(frozen=True)
-class ClaimedRow:
+class ClaimedRow(Struct, frozen=True, gc=False):
     """A job that is ours until ``lease_until``, by the database's clock."""
 
     id: bytes

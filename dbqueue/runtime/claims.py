@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
-from dbqueue import events, ids
+from msgspec.structs import replace
+
+from dbqueue import events
 from dbqueue.database.tables import ClaimedRow, Fact, Settlement
 from dbqueue.retry import Backoff
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.execute import Work
-from dbqueue.runtime.running import NEVER, Key, Running, decide, failed, released
+from dbqueue.runtime.running import NEVER, Running, decide, failed, released
 from dbqueue.runtime.slots import Slots
 from dbqueue.states import Kind, State
 from dbqueue.targets import Target
@@ -31,8 +32,11 @@ class Claims:
 
     def __init__(self, slots: Slots, lease: int, backoff: Backoff) -> None:
         self._slots, self._lease, self._backoff = slots, lease, backoff
-        self._running: dict[Key, Running] = {}
-        self._unsettled: dict[Key, Running] = {}
+        # By the work and not by the job: a worker that lost a claim may claim the job again while the first handler still runs.
+        self._running: dict[Work, Running] = {}
+        self._unsettled: dict[Work, Running] = {}
+        self._look_at = NEVER
+        """Before this, no timeout passes, no lease ends and no renewal is due: most turns need not look at every claim."""
         self._given_up: set[bytes] = set()
         self.done = self.released = 0
         self.next_retry = NEVER
@@ -42,7 +46,7 @@ class Claims:
         return len(self._running)
 
     def __contains__(self, running: Running) -> bool:
-        return running.key in self._running
+        return running.work in self._running
 
     def ids(self) -> list[bytes]:
         """Jobs whose rows may rightly say that this worker has them."""
@@ -50,36 +54,42 @@ class Claims:
 
     def next_at(self, *, connected: bool) -> float:
         """When something is to be done about one of them; without a connection only timeouts are watched."""
-        return min((r.next_at if connected else r.watch_at for r in self._running.values()), default=NEVER)
+        if not connected:
+            return min((running.watch_at for running in self._running.values()), default=NEVER)
+        if time.monotonic() >= self._look_at:
+            self._look_at = min((running.look_at for running in self._running.values()), default=NEVER)
+        return min([self._look_at, *[running.settle_at for running in self._unsettled.values()]])
 
     def to_settle(self, now: float) -> list[Running]:
         return [running for running in self._unsettled.values() if running.settle_at <= now]
 
     def to_renew(self, now: float) -> list[Running]:
+        if now < self._look_at:
+            return []
         return [running for running in self._running.values() if running.renew_at <= now and not running.lost]
 
     def add(self, row: ClaimedRow, target: Target[object] | None, sent: float) -> Running:
         """``sent`` is before the database wrote the lease, so our idea of it ends early; the timeout counts from
         now."""
-        context = JobContext(ids.as_uuid(row.id), row.target, row.attempt, row.max_attempts)
+        work = Work(row, target, JobContext(row.id, row.target, row.attempt, row.max_attempts))
         now, timeout = time.monotonic(), row.timeout_ms
         deadline = now + timeout / 1000 if isinstance(timeout, int) else NEVER
-        running = Running(Work(row, target, context), now, deadline)
+        self._running[work] = running = Running(work, now, deadline)
         running.renewed(sent, self._lease)
-        self._running[running.key] = running
+        self._look_at = min(self._look_at, running.renew_at, deadline)
         return running
 
     def end(self, running: Running, settlement: Settlement, duration: float = 0.0) -> None:
         """Notes the outcome; it is written with the next turn, and the claim is renewed until then."""
-        running.settle(settlement, duration)
-        self._unsettled[running.key] = running
+        running.settlement, running.duration = settlement, duration
+        self._unsettled[running.work] = running
 
     # -- what handlers did -------------------------------------------------------------------------------------------
 
     def collect(self, *, stopping: bool) -> None:
         """Takes the outcomes of slots that ended. ``stopping``: the flags were set because the worker must end."""
         for outcome in self._slots.collect():
-            running = self._running.get((outcome.work.row.id, outcome.work.row.token))
+            running = self._running.get(outcome.work)
             if running is None or running.settlement is not None:
                 continue
             if running.lost:
@@ -92,6 +102,8 @@ class Claims:
         The flag is set, too, when the claim cannot have been renewed in time: somebody else may run the job by now.
         Returns whether half of the slots are abandoned."""
         now, abandoned = time.monotonic(), False
+        if now < self._look_at:
+            return False
         for running in list(self._running.values()):
             if running.settlement is not None:
                 continue
@@ -131,14 +143,14 @@ class Claims:
     # -- what the database answered ----------------------------------------------------------------------------------
 
     def settled(self, settling: Sequence[Running], facts: Sequence[Fact]) -> None:
-        now = time.monotonic()
+        now, told = time.monotonic(), events.wanted(events.JobEnded)
         for running, fact in zip(settling, facts, strict=True):
             if fact is Fact.BUSY:  # a claimant's short transaction, as a rule; or an operator's long one
                 running.settle_pause = min(max(BUSY_FIRST, running.settle_pause * 2), BUSY_MOST)
                 running.settle_at = now + running.settle_pause
                 continue
-            settlement, ended = running.settlement, running.ended
-            if fact is Fact.LOST or settlement is None or ended is None:
+            settlement = running.settlement
+            if fact is Fact.LOST or settlement is None:
                 self._forget_lost(running)
                 continue
             self._forget(running)
@@ -146,7 +158,8 @@ class Claims:
             self.released += settlement.kind is Kind.RELEASED
             if settlement.state is State.PENDING and settlement.delay:
                 self.next_retry = min(self.next_retry, now + settlement.delay / 1e6)
-            events.emit(ended)
+            if told:
+                events.emit(running.ended(settlement))
 
     def renewed(self, renewing: Sequence[Running], facts: Sequence[Fact], sent: float) -> None:
         for running, fact in zip(renewing, facts, strict=True):
@@ -183,8 +196,8 @@ class Claims:
         events.emit(events.ClaimLost(running.work.context.id, running.row.target, running.row.attempt))
 
     def _forget(self, running: Running) -> None:
-        self._running.pop(running.key, None)
-        self._unsettled.pop(running.key, None)
+        self._running.pop(running.work, None)
+        self._unsettled.pop(running.work, None)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

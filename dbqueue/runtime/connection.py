@@ -56,9 +56,14 @@ class Connection:
 
     def start(self) -> None:
         """The first connection. Raises: a worker whose database is not there at its start says so and ends."""
-        self.session = self._database.open_session()
+        self.session = self._open()
         self._database.ready(self.session)
         self.worked()
+
+    def _open(self) -> OwnSession:
+        session = self._database.open_session()
+        session.dedicate()
+        return session
 
     def ready(self, known: Callable[[], list[bytes]]) -> bool:
         """Whether there is a session to work on; makes it when it is time to try. ``known``: ids of the claims that
@@ -69,7 +74,7 @@ class Connection:
             if self.session is None:
                 if now < self._connect_at:
                     return False
-                self.session = self._database.open_session()
+                self.session = self._open()
                 if self._trouble_since is not None:
                     self._back(known, now)
             elif now >= self._release_at:

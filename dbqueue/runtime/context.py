@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Generic, TypeVar
 from uuid import UUID
 
+from dbqueue.ids import as_uuid
 from dbqueue.settings import check_name
 
 T = TypeVar("T")
@@ -17,14 +18,36 @@ T = TypeVar("T")
 class JobContext:
     """The job that the current thread executes: ``dbqueue.current_job()``."""
 
-    def __init__(self, job_id: UUID, target: str, attempt: int, max_attempts: int) -> None:
-        self.id, self.target, self.attempt, self.max_attempts = job_id, target, attempt, max_attempts
+    __slots__ = (
+        "_event",
+        "_id",
+        "_raw_id",
+        "attempt",
+        "is_cancelled",
+        "max_attempts",
+        "noticed",
+        "on_cancel",
+        "target",
+    )
+
+    def __init__(self, job_id: bytes, target: str, attempt: int, max_attempts: int) -> None:
+        self._raw_id, self.target, self.attempt, self.max_attempts = job_id, target, attempt, max_attempts
+        self._id: UUID | None = None
         self.is_cancelled = False
         self.on_cancel: Callable[[], None] | None = None
         """How the flag reaches a coroutine, or a child process."""
         self._event: threading.Event | None = None
         self.noticed = False
         """The handler has seen the flag: if it returns now, it has stopped half-way and not succeeded."""
+
+    @property
+    def id(self) -> UUID:
+        if self._id is None:  # most jobs run without anybody asking
+            self._id = as_uuid(self._raw_id)
+        return self._id
+
+    def __repr__(self) -> str:
+        return f"<JobContext {self.id} of {self.target}, attempt {self.attempt}/{self.max_attempts}>"
 
     @property
     def cancelled(self) -> bool:
@@ -58,13 +81,13 @@ def current_job() -> JobContext | None:
     return _job.get()
 
 
-@contextmanager
-def executing(context: JobContext) -> Iterator[None]:
-    token = _job.set(context)
-    try:
-        yield
-    finally:
-        _job.reset(token)
+def enter(context: JobContext) -> Token[JobContext | None]:
+    """From here to ``leave``, ``context`` is the current job of this thread or task."""
+    return _job.set(context)
+
+
+def leave(token: Token[JobContext | None]) -> None:
+    _job.reset(token)
 
 
 class Port(Generic[T]):

@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec import Struct
+
 from dbqueue import clock
 from dbqueue.database.tables import ClaimedRow
 from dbqueue.errors import Bury, RetryLater, summary_of
 from dbqueue.payload import CorruptPayload
-from dbqueue.runtime.context import JobContext, executing
+from dbqueue.runtime.context import JobContext, enter, leave
 from dbqueue.states import Kind, State
 from dbqueue.targets import MAX_DELAY, Target
 
 log = logging.getLogger("dbqueue.jobs")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Work:
     """One claimed job on its way through a slot. Without a target it is never started."""
 
@@ -34,8 +36,7 @@ class Work:
     abandoned: bool = False
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """How one run ended, as far as the handler can say: SUCCEEDED, BLOCKED, DEAD, or PENDING for "failed, try again". The loop knows the
     policy and decides. ``delay`` (microseconds) is the handler's own wish."""
 
@@ -52,13 +53,15 @@ def execute(work: Work) -> Outcome:
     began, call = time.monotonic(), _prepared(work)
     if isinstance(call, Outcome):
         return call
+    token = enter(work.context)
     try:
-        with executing(work.context):
-            result = call()
-            if inspect.iscoroutine(result):  # in a child process, which runs one job at a time
-                asyncio.run(_cancellable(work.context, result))
+        result = call()
+        if result is not None and inspect.iscoroutine(result):  # in a child process, which runs one job at a time
+            asyncio.run(_cancellable(work.context, result))
     except BaseException as error:  # a SystemExit in a handler is its failure, not the worker's
         return _failure(work, error, began)
+    finally:
+        leave(token)
     return Outcome(work, State.SUCCEEDED, None, None, time.monotonic() - began)
 
 
@@ -89,11 +92,13 @@ async def execute_async(work: Work) -> Outcome:
     began, call = time.monotonic(), _prepared(work)
     if isinstance(call, Outcome):
         return call
+    token = enter(work.context)
     try:
-        with executing(work.context):
-            await call()
+        await call()
     except BaseException as error:  # CancelledError included: the loop knows why it cancelled
         return _failure(work, error, began)
+    finally:
+        leave(token)
     return Outcome(work, State.SUCCEEDED, None, None, time.monotonic() - began)
 
 
@@ -113,6 +118,9 @@ def _failure(work: Work, error: BaseException, began: float) -> Outcome:
         state, kind = State.DEAD, Kind.REJECTED
     elif isinstance(error, RetryLater):
         delay = _wish(error.delay)
+    elif isinstance(error, asyncio.CancelledError) and work.context.is_cancelled:
+        # Where it stopped is no news: it did as it was told.
+        log.warning("job %s %s was cancelled in attempt %d", work.context.id, work.row.target, work.row.attempt)
     else:
         # The log may say more than the row does (D10).
         name, attempt = work.row.target, work.row.attempt

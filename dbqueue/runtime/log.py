@@ -15,11 +15,14 @@ log = logging.getLogger("dbqueue")
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 
-def _started(e: events.JobStarted) -> tuple[int, str, tuple[Any, ...]]:
+Line = tuple[int, str, tuple[Any, ...]]
+
+
+def _started(e: events.JobStarted) -> Line:
     return DEBUG, "job %s %s started, attempt %d, queue %s", (e.id, e.target, e.attempt, e.queue)
 
 
-def _ended(e: events.JobEnded) -> tuple[int, str, tuple[Any, ...]]:
+def _ended(e: events.JobEnded) -> Line | None:
     level = (
         INFO
         if e.outcome == "succeeded" or e.kind == "released"
@@ -27,6 +30,8 @@ def _ended(e: events.JobEnded) -> tuple[int, str, tuple[Any, ...]]:
         if e.outcome in ("dead", "blocked")
         else WARNING
     )
+    if not log.isEnabledFor(level):
+        return None
     text, args = "job %s %s %s, attempt %d, %.3f s", [e.id, e.target, e.outcome, e.attempt, e.duration]
     if e.kind is not None:
         text, args = text + ", %s", [*args, e.kind if e.summary is None else f"{e.kind}: {e.summary}"]
@@ -35,12 +40,12 @@ def _ended(e: events.JobEnded) -> tuple[int, str, tuple[Any, ...]]:
     return level, text, tuple(args)
 
 
-def _started_worker(e: events.WorkerStarted) -> tuple[int, str, tuple[Any, ...]]:
+def _started_worker(e: events.WorkerStarted) -> Line:
     text = "worker %s on %s: queues %s, %d slots, lease %g s, %d targets"
     return INFO, text, (e.worker, e.database, ", ".join(e.queues), e.slots, e.lease, e.targets)
 
 
-_LINES: dict[type[events.Event], Callable[[Any], tuple[int, str, tuple[Any, ...]]]] = {
+_LINES: dict[type[events.Event], Callable[[Any], Line | None]] = {
     events.JobStarted: _started,
     events.JobEnded: _ended,
     events.WorkerStarted: _started_worker,
@@ -70,16 +75,19 @@ _LINES: dict[type[events.Event], Callable[[Any], tuple[int, str, tuple[Any, ...]
 
 
 def write(event: events.Event) -> None:
-    line = _LINES.get(type(event))
+    make = _LINES.get(type(event))
+    line = None if make is None else make(event)
     if line is not None:
-        level, text, args = line(event)
-        if log.isEnabledFor(level):
-            log.log(level, text, *args)
+        level, text, args = line
+        log.log(level, text, *args)
 
 
 @contextmanager
 def log_events() -> Iterator[None]:
-    unsubscribe = events.subscribe(write)
+    # Two kinds of lines are seldom wanted, one of them for each job.
+    unsubscribe = events.subscribe(
+        write, but=() if log.isEnabledFor(DEBUG) else (events.JobStarted, events.HistoryPruned)
+    )
     try:
         yield
     finally:

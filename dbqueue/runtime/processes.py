@@ -507,7 +507,7 @@ def _listen(orders: Connection, inbox: deque[Order], arrived: threading.Semaphor
                 context.cancel()
             continue
         if isinstance(message, Order):
-            current.context = JobContext(message.job_id, message.target, message.attempt, message.max_attempts)
+            current.context = JobContext(message.job_id.bytes, message.target, message.attempt, message.max_attempts)
             inbox.append(message)
         arrived.release()
 

@@ -15,12 +15,8 @@ from dbqueue.targets import Target
 
 NEVER = float("inf")
 
-Key = tuple[bytes, bytes]
-"""A job's id and the claim's token. The id alone would not do: a worker that lost a claim may claim the same job
-again while the first handler still runs."""
 
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Running:
     """A claim that a slot works on, or whose outcome is not settled yet. Instants are of time.monotonic()."""
 
@@ -39,7 +35,7 @@ class Running:
     after all."""
     lost: bool = False
     settlement: Settlement | None = None
-    ended: JobEnded | None = None
+    duration: float = 0.0
     settle_at: float = 0.0
     """Not before this: its row was locked by somebody else a moment ago."""
     settle_pause: float = 0.0
@@ -49,12 +45,8 @@ class Running:
         return self.work.row
 
     @property
-    def key(self) -> Key:
-        return self.work.row.id, self.work.row.token
-
-    @property
     def held(self) -> Held:
-        return Held(*self.key)
+        return Held(self.work.row.id, self.work.row.token)
 
     @property
     def watch_at(self) -> float:
@@ -64,22 +56,20 @@ class Running:
         return min(self.give_up_at if self.timed_out else self.deadline, NEVER if self.expired else self.lease_end)
 
     @property
-    def next_at(self) -> float:
-        """When the loop has to do something about it."""
-        renew_at = NEVER if self.lost else self.renew_at
-        return min(renew_at, self.settle_at if self.settlement else self.watch_at)
+    def look_at(self) -> float:
+        """When it has to be renewed or watched; its settling is a matter apart."""
+        return min(NEVER if self.lost else self.renew_at, self.watch_at)
 
     def renewed(self, sent: float, lease: int) -> None:
         """``sent`` is before the database wrote it, so our idea of the lease ends early."""
         self.renew_at, self.lease_end = sent + lease / 3e6, sent + lease / 1e6
 
-    def settle(self, settlement: Settlement, duration: float) -> None:
-        """Notes the outcome; it is written with the next turn, and the claim is renewed until then."""
+    def ended(self, settlement: Settlement) -> JobEnded:
+        """What there is to tell once the database has agreed."""
         row, again = self.row, settlement.state is State.PENDING and not settlement.refund
-        self.settlement = settlement
-        self.ended = JobEnded(
+        return JobEnded(
             self.work.context.id, row.target, row.queue, row.attempt, settlement.state.label,
-            None if settlement.kind is None else settlement.kind.value, settlement.summary, duration,
+            None if settlement.kind is None else settlement.kind.value, settlement.summary, self.duration,
             settlement.delay / clock.SECOND if again else None,
         )  # fmt: skip
 

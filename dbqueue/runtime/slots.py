@@ -2,6 +2,11 @@
 
 ``async def`` handlers run as tasks of one event loop (``coroutines``) and count as slots like the others.
 
+Short jobs stay in a warm thread, since waking one costs more than running them: of the threads that are awake, one is the *scout*.
+It takes a job, and if more are waiting it wakes the next thread, which is the scout then. A handler that blocks gives up the
+interpreter, so the new scout takes the next job at once, and all jobs run at the same time after a few steps; a handler that returns
+at once is back before the new scout has even started, and takes the next job itself.
+
 A thread cannot be killed. A job that ignores its cancel flag keeps its thread; the loop abandons that slot and settles the job
 without it, and the slot is usable again when the handler returns after all.
 """
@@ -51,7 +56,12 @@ class ThreadSlots:
     def __init__(self, size: int, ring: Callable[[], None]) -> None:
         self.size, self._ring = size, ring
         self._coroutines: Coroutines | None = None
-        self._inbox: SimpleQueue[Work | None] = SimpleQueue()
+        self._inbox: deque[Work] = deque()
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
+        """True wakes a thread as the scout, False ends one."""
+        self._scout = False
+        """A thread is awake, or woken, that will look into the inbox and wake the next one."""
+        self._lock = threading.Lock()
         self._done: deque[Outcome] = deque()
         self.busy = 0
         self.abandoned = 0
@@ -81,8 +91,16 @@ class ThreadSlots:
                 return False
             self._threads.append(thread)
         self.busy += 1
-        self._inbox.put(work)
+        self._inbox.append(work)
+        self._send_scout()
         return True
+
+    def _send_scout(self) -> None:
+        with self._lock:
+            if self._scout:
+                return
+            self._scout = True
+        self._wakes.put(True)
 
     def collect(self) -> list[Outcome]:
         """What ended since the last call; abandoned jobs only free their slot."""
@@ -107,7 +125,7 @@ class ThreadSlots:
     def close(self, patience: float) -> bool:
         """Ends the idle threads; returns whether all have ended. The others are daemons and end with the process."""
         for _ in self._threads:
-            self._inbox.put(None)
+            self._wakes.put(False)
         until = time.monotonic() + patience
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -115,13 +133,28 @@ class ThreadSlots:
         return ended and not any(thread.is_alive() for thread in self._threads)
 
     def _serve(self) -> None:
-        while (work := self._inbox.get()) is not None:
-            began = time.monotonic()
-            try:
-                # A context of its own: what one handler sets, the next one does not see.
-                outcome = contextvars.Context().run(execute, work)
-            except BaseException as error:  # the slot must not die with it
-                log.error("job %s ended in an error of its slot", work.context.id, exc_info=error)
-                summary = type(error).__name__
-                outcome = Outcome(work, State.PENDING, Kind.FAILED, summary, time.monotonic() - began)
-            self._finished(outcome)
+        while self._wakes.get():
+            scout = True
+            while (work := self._next(scout=scout)) is not None:
+                scout = False
+                began = time.monotonic()
+                try:
+                    # A context of its own: what one handler sets, the next one does not see.
+                    outcome = contextvars.Context().run(execute, work)
+                except BaseException as error:  # the slot must not die with it
+                    log.error("job %s ended in an error of its slot", work.context.id, exc_info=error)
+                    summary = type(error).__name__
+                    outcome = Outcome(work, State.PENDING, Kind.FAILED, summary, time.monotonic() - began)
+                self._finished(outcome)
+
+    def _next(self, *, scout: bool) -> Work | None:
+        """The next job, or None: sleep. The scout hands its office on when it leaves jobs behind, and lays it down when it does not."""
+        with self._lock:
+            work = self._inbox.popleft() if self._inbox else None
+            if not scout:
+                return work
+            self._scout = bool(self._inbox)
+            if not self._scout:
+                return work
+        self._wakes.put(True)
+        return work

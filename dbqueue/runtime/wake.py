@@ -7,14 +7,12 @@ and a wait: whoever rings has made the fact visible first, and the byte in the p
 from __future__ import annotations
 
 import contextlib
-import selectors
+import math
+import select
 import socket
 import time
 
 from dbqueue.database.wakeup import Sleeper
-
-# poll() and not select(): a process may have more than 1,024 open files.
-Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 LONGEST = 60.0
 
@@ -35,22 +33,18 @@ class Wake:
     def wait(self, seconds: float, sleeper: Sleeper | None) -> bool:
         """Returns whether the database had news. Raises the driver's error when the listening connection is gone."""
         until = time.monotonic() + min(max(0.0, seconds), LONGEST)
-        with Selector() as selector:
-            selector.register(self._reader, selectors.EVENT_READ)
-            number = None if sleeper is None else sleeper.fileno()
-            if number is not None:
-                selector.register(number, selectors.EVENT_READ)
-            while True:
-                left = max(0.0, until - time.monotonic())
-                interval = None if sleeper is None else sleeper.interval
-                ready = [key.fd for key, _ in selector.select(left if interval is None else min(left, interval))]
-                if self._reader.fileno() in ready:
-                    self._drain()
-                    return False
-                if sleeper is not None and (interval is not None or number in ready) and sleeper.heard():
-                    return True
-                if time.monotonic() >= until:
-                    return False
+        own, number = self._reader.fileno(), None if sleeper is None else sleeper.fileno()
+        while True:
+            left = max(0.0, until - time.monotonic())
+            interval = None if sleeper is None else sleeper.interval
+            ready = _readable(own, number, left if interval is None else min(left, interval))
+            if own in ready:
+                self._drain()
+                return False
+            if sleeper is not None and (interval is not None or number in ready) and sleeper.heard():
+                return True
+            if time.monotonic() >= until:
+                return False
 
     def _drain(self) -> None:
         """Reads first and forgets afterwards: a ring in between is for a fact that the loop sees when this wait
@@ -63,3 +57,14 @@ class Wake:
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
+
+
+def _readable(own: int, other: int | None, seconds: float) -> list[int]:
+    """poll() and not select(), where the system has it: a process may have more than 1,024 open files."""
+    numbers = [own] if other is None else [own, other]
+    if not hasattr(select, "poll"):
+        return select.select(numbers, [], [], seconds)[0]
+    poll = select.poll()
+    for number in numbers:
+        poll.register(number, select.POLLIN)
+    return [number for number, _ in poll.poll(math.ceil(seconds * 1000))]

@@ -341,10 +341,10 @@ class Worker:
         kind = obstacle(row, target, self._longest)
         if kind is not None:
             self.claims.end(running, blocked(row, kind))
-        elif self.slots.start(running.work):
-            events.emit(events.JobStarted(running.work.context.id, row.target, row.queue, row.attempt))
-        else:
+        elif not self.slots.start(running.work):
             self.claims.end(running, released(row))
+        elif events.wanted(events.JobStarted):
+            events.emit(events.JobStarted(running.work.context.id, row.target, row.queue, row.attempt))
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def test_claim(db: Database, session: OwnSession) -> None:
         "queued_at": job.row["ready_at"],
         "started_at": instant, "updated_at": instant,
     }  # fmt: skip
-    shown = {name: row[name] for name in ClaimedRow.__dataclass_fields__ if name != "ready_at"}
+    shown = {name: row[name] for name in ClaimedRow.__struct_fields__ if name != "ready_at"}
     assert result.claimed == [ClaimedRow(ready_at=job.row["ready_at"], **shown)]
     assert isinstance(result.claimed[0].payload, bytes)
     assert result.now is not None

@@ -73,6 +73,28 @@ def test_a_timeout_cancels(queue: DBQueue) -> None:
 
 
 @pytest.mark.req("D14")
+def test_a_cancelled_one_costs_the_log_one_line(queue: DBQueue, caplog: pytest.LogCaptureFixture) -> None:
+    """Where it was waiting is no news. A CancelledError that nobody here asked for is."""
+
+    @queue.job(max_attempts=1, timeout=0.2)
+    async def slow() -> None:
+        await asyncio.sleep(30)
+
+    @queue.job(max_attempts=1, timeout=5)
+    async def odd() -> None:
+        raise asyncio.CancelledError
+
+    with in_thread(queue, slots=2, lease=6):
+        for job in (slow.enqueue().id, odd.enqueue().id):
+            wait_state(queue, job, "dead")
+    lines = [record for record in caplog.records if record.name == "dbqueue.jobs"]
+    told = {line.getMessage().split()[2].rpartition(".")[2]: (line.getMessage(), bool(line.exc_info)) for line in lines}
+    assert len(lines) == len(told) == 2
+    assert told["slow"][0].endswith("was cancelled in attempt 1")
+    assert (told["slow"][1], told["odd"][1]) == (False, True)
+
+
+@pytest.mark.req("D14")
 def test_one_that_swallows_its_cancellation_is_abandoned(queue: DBQueue, told: Told) -> None:
     """It keeps its slot until it returns; the others go on."""
     go = threading.Event()
@@ -200,7 +222,7 @@ class Loop:
         row = ClaimedRow(
             ids.new_id(), ids.ZERO, None, target.name, None, target.schema.encode(None), None, "", 0, 0, 1, 0, 1, None, 0, 0
         )  # fmt: skip
-        work = Work(row, target, JobContext(ids.as_uuid(row.id), target.name, 1, 1))
+        work = Work(row, target, JobContext(row.id, target.name, 1, 1))
         if cancelled:
             work.context.cancel()
         self.coroutines.start(work)

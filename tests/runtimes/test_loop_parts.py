@@ -150,7 +150,7 @@ def _work(handler: Callable[[], None]) -> Work:
     )
     policy = Policy(3, 1_000, "default", 0, OnCrash.RETRY, None)
     target: Target[Any] = Target("t", handler, schema_of(None, target="t"), policy, None)  # type: ignore[arg-type]
-    return Work(row, target, JobContext(ids.as_uuid(row.id), "t", 1, 3))
+    return Work(row, target, JobContext(row.id, "t", 1, 3))
 
 
 @pytest.fixture
