@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
 from typing import ClassVar, Protocol
 
 from dbqueue.runtime.coroutines import Coroutines
@@ -57,11 +56,13 @@ class ThreadSlots:
         self.size, self._ring = size, ring
         self._coroutines: Coroutines | None = None
         self._inbox: deque[Work] = deque()
-        self._wakes: SimpleQueue[bool] = SimpleQueue()
-        """True wakes a thread as the scout, False ends one."""
-        self._scout = False
-        """A thread is awake, or woken, that will look into the inbox and wake the next one."""
         self._lock = threading.Lock()
+        """Guards the inbox, the scout's office and the parked threads: nobody goes to sleep while a job is being brought."""
+        self._scout = False
+        """A thread was woken that has not looked into the inbox yet."""
+        self._parked: list[threading.Lock] = []
+        """What the sleeping threads wait for, the one that slept last on top: its memory is warm."""
+        self._closing = False
         self._done: deque[Outcome] = deque()
         self.busy = 0
         self.abandoned = 0
@@ -80,7 +81,10 @@ class ThreadSlots:
             self._coroutines.start(work)
             return True
         if len(self._threads) < min(self.size, self.busy + 1):
-            thread = threading.Thread(target=self._serve, name=f"dbqueue-slot-{len(self._threads) + 1}", daemon=True)
+            bell = threading.Lock()
+            bell.acquire()
+            name = f"dbqueue-slot-{len(self._threads) + 1}"
+            thread = threading.Thread(target=self._serve, args=(bell,), name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:
@@ -90,17 +94,19 @@ class ThreadSlots:
                 log.error("the system gives no more threads: %d slots from now on", self.size)
                 return False
             self._threads.append(thread)
+            with self._lock:
+                self._parked.append(bell)
         self.busy += 1
-        self._inbox.append(work)
-        self._send_scout()
+        with self._lock:
+            self._inbox.append(work)
+            self._send_scout()
         return True
 
     def _send_scout(self) -> None:
-        with self._lock:
-            if self._scout:
-                return
+        """With the lock held. There are as many threads as jobs in slots: if none sleeps, one is about to take the next job."""
+        if not self._scout and self._parked:
             self._scout = True
-        self._wakes.put(True)
+            self._parked.pop().release()
 
     def collect(self) -> list[Outcome]:
         """What ended since the last call; abandoned jobs only free their slot."""
@@ -124,18 +130,21 @@ class ThreadSlots:
 
     def close(self, patience: float) -> bool:
         """Ends the idle threads; returns whether all have ended. The others are daemons and end with the process."""
-        for _ in self._threads:
-            self._wakes.put(False)
+        with self._lock:
+            self._closing = True
+            for bell in self._parked:
+                bell.release()
         until = time.monotonic() + patience
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         ended = self._coroutines is None or self._coroutines.close(max(0.0, until - time.monotonic()))
         return ended and not any(thread.is_alive() for thread in self._threads)
 
-    def _serve(self) -> None:
-        while self._wakes.get():
+    def _serve(self, bell: threading.Lock) -> None:
+        while not self._closing:
+            bell.acquire()
             scout = True
-            while (work := self._next(scout=scout)) is not None:
+            while (work := self._next(bell, scout=scout)) is not None:
                 scout = False
                 began = time.monotonic()
                 try:
@@ -147,14 +156,15 @@ class ThreadSlots:
                     outcome = Outcome(work, State.PENDING, Kind.FAILED, summary, time.monotonic() - began)
                 self._finished(outcome)
 
-    def _next(self, *, scout: bool) -> Work | None:
-        """The next job, or None: sleep. The scout hands its office on when it leaves jobs behind, and lays it down when it does not."""
+    def _next(self, bell: threading.Lock, *, scout: bool) -> Work | None:
+        """The next job, or None: sleep until the bell. Who leaves jobs behind sends a scout."""
         with self._lock:
-            work = self._inbox.popleft() if self._inbox else None
-            if not scout:
-                return work
-            self._scout = bool(self._inbox)
-            if not self._scout:
-                return work
-        self._wakes.put(True)
-        return work
+            if scout:
+                self._scout = False
+            if not self._inbox:
+                self._parked.append(bell)
+                return None
+            work = self._inbox.popleft()
+            if self._inbox:
+                self._send_scout()
+            return work

@@ -177,6 +177,29 @@ def test_a_lane_without_a_mark_is_not_overlooked(db: Database, session: Postgres
     assert sorted(claim(db, session, 4)) == sorted(other + more)
 
 
+@pytest.mark.req("D11")
+def test_a_claim_that_got_all_it_asked_for_is_not_followed_by_another(
+    db: Database, session: PostgresSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim for 100 free slots asks for 96, the next smaller size: 96 are not few."""
+    set_marks(db, session)
+    enqueue(db, 300)
+    db.clock.advance(1)
+    asked: list[int] = []
+    planned = session.planned
+
+    def count(*steps: object) -> object:
+        asked.append(len(steps))
+        return planned(*steps)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(session, "planned", count)
+    assert len(claim(db, session, 100)) == 96
+    assert asked == [1]
+    assert len(claim(db, session, 100)) == 96
+    assert len(claim(db, session, 300)) == 108
+    assert asked[:2] == [1, 1]
+
+
 # -- the budget --------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -212,6 +213,75 @@ def test_whatever_a_handler_raises_is_an_outcome_and_the_slot_lives(
     assert slots.idle == 2
     for _ in range(3):
         assert _outcome(slots, lambda: None).state is State.SUCCEEDED
+
+
+class Ended:
+    """Slots, and the outcomes of what was started in them."""
+
+    def __init__(self, size: int) -> None:
+        self.rung = threading.Event()
+        self.slots = ThreadSlots(size, self.rung.set)
+
+    def run(self, *handlers: Callable[[], None]) -> None:
+        for handler in handlers:
+            assert self.slots.start(_work(handler))
+        self.wait(len(handlers))
+
+    def wait(self, count: int) -> None:
+        until, outcomes = time.monotonic() + 10, list[Outcome]()
+        while len(outcomes) < count and time.monotonic() < until:
+            self.rung.wait(0.1)
+            self.rung.clear()
+            outcomes += self.slots.collect()
+        assert [outcome.state for outcome in outcomes] == [State.SUCCEEDED] * count
+
+
+@pytest.mark.req("D11")
+def test_jobs_that_block_all_run_at_the_same_time() -> None:
+    """However few threads short jobs get by with."""
+    ended, all_there = Ended(20), threading.Barrier(20)
+
+    def meet() -> None:
+        all_there.wait(10)
+
+    for _ in range(20):
+        ended.run(*[meet] * 20)
+    assert ended.slots.close(5)
+
+
+@pytest.mark.req("D11")
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_job_behind_one_that_blocks_starts_at_once(size: int) -> None:
+    """Also when the threads that were awake fall asleep at this very moment."""
+    ended, go = Ended(size), threading.Event()
+    assert ended.slots.start(_work(_waiting(go)))
+    for _ in range(2_000):
+        ended.run(*[lambda: None] * (size - 1))
+    go.set()
+    ended.wait(1)
+    assert ended.slots.close(5)
+
+
+@pytest.mark.req("D11")
+def test_short_jobs_stay_in_warm_threads() -> None:
+    ended = Ended(50)
+    ended.run(*[lambda: None] * 50)  # makes the threads
+    ran: Counter[int] = Counter()
+    for _ in range(20):
+        ended.run(*[lambda: ran.update([threading.get_ident()])] * 50)
+    assert sum(count for _, count in ran.most_common(10)) > 500, "half of the jobs in a fifth of the threads"
+    assert ended.slots.close(5)
+
+
+@pytest.mark.req("D14")
+def test_slots_close_while_their_jobs_run() -> None:
+    ended, go = Ended(4), threading.Event()
+    for handler in (_waiting(go), _waiting(go), lambda: None):
+        assert ended.slots.start(_work(handler))
+    assert not ended.slots.close(0.05)
+    go.set()
+    ended.wait(3)
+    assert ended.slots.close(5)
 
 
 def test_an_abandoned_slot_comes_back_when_its_handler_does(slots: ThreadSlots) -> None:
