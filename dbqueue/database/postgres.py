@@ -69,7 +69,7 @@ from dbqueue.database.tables import (
     Turn,
     TurnResult,
 )
-from dbqueue.database.wire import Wire
+from dbqueue.database.wire import Wire, array
 from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, DatabaseError, KeyTaken, QueueError, SchemaMissing
 from dbqueue.ids import as_bytes
 from dbqueue.states import State, allowed
@@ -104,6 +104,8 @@ class PostgresSession:
 
     def execute(self, statement: str, params: Any = None) -> list[Row]:
         cursor = self._cursor
+        if params:  # the driver's way with lists costs more than writing a thousand jobs
+            params = {k: array(v) if type(v) is list else v for k, v in params.items()}
         cursor.execute(statement, params)
         self.changed = cursor.rowcount
         return cursor.fetchall() if cursor.description else []

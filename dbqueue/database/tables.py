@@ -94,8 +94,7 @@ def _column(name: str) -> Column[object]:
     return Column(name, kind())
 
 
-@dataclass(frozen=True)
-class NewJob:
+class NewJob(Struct, frozen=True, gc=False):
     """What enqueue writes. ``run_at`` is an instant; without it the job is due ``delay`` microseconds after the database's now."""
 
     id: bytes
@@ -115,8 +114,7 @@ class NewJob:
     sequence: int | None = None
 
 
-@dataclass(frozen=True)
-class Enqueued:
+class Enqueued(Struct, frozen=True, gc=False):
     id: bytes
     duplicate: bool
 

@@ -143,10 +143,17 @@ def literal(value: Any) -> bytes | None:
     if isinstance(value, int):
         return b"%d" % value
     if isinstance(value, list):
-        return ("{" + ",".join([_element(item) for item in value]) + "}").encode()
+        return array(value).encode()
     if "\0" in value:  # libpq would end the text there without a word
         raise ValueError("a text for PostgreSQL cannot contain NUL")
     return bytes(value.encode())
+
+
+def array(items: Sequence[Any]) -> str:
+    """PostgreSQL's text form of a list of numbers, texts or bytes."""
+    if items and type(items[0]) is bytes:
+        return '{"\\\\x' + '","\\\\x'.join([item.hex() for item in items]) + '"}'
+    return "{" + ",".join([_element(item) for item in items]) + "}"
 
 
 def _element(item: str | int | None) -> str:
