@@ -30,7 +30,7 @@ from dbqueue.database.tables import DEFAULT_PRIORITY, ClaimRequest, Enqueued, Ne
 from dbqueue.errors import ConfigError, ConnectionLost, InvalidArgument, InvalidTarget, NotSupported
 from dbqueue.payload import MAX_PAYLOAD_BYTES
 from dbqueue.states import State
-from dbqueue.targets import Declare, JobRef, Target, _when, declare
+from dbqueue.targets import Declare, JobRef, Target, _when, declare, told
 from dbqueue.views import JobRecord, QueueDepth
 
 T = TypeVar("T")
@@ -137,6 +137,7 @@ class DBQueue:
     def targets(self) -> dict[str, Target[Any]]:
         return dict(self._targets)
 
+    @told("@queue.job", "@queue.job(max_attempts=5, timeout=30) stands above the function", InvalidTarget)
     def job(
         self,
         *,
@@ -154,7 +155,7 @@ class DBQueue:
         first. ``retry``: None (exponential, from the settings), a Backoff, a list of delays in seconds, or one number.
         ``on_crash``: what a lost lease does: "retry" (counts as an attempt), "unknown" (held until resolved), "fail" (dead).
         ``name`` defaults to module.function and is stored: renaming it orphans stored jobs. Raises InvalidTarget (D1, D2)."""
-        namespace = sys._getframe(1).f_locals
+        namespace = sys._getframe(2).f_locals  # of the module or function around; between stands ``told``
 
         def decorate(handler: Callable[..., Any]) -> Target[Any]:
             target = declare(
@@ -203,6 +204,7 @@ class DBQueue:
             rest = iter(run(lambda s: _enqueue(database.dialect, s, missing, None)) if missing else ())
             return [Enqueued(job.id, False) if found else next(rest) for job, found in zip(new, written, strict=True)]
 
+    @told("send()", "queue.send(name, payload, key=..., delay=...)")
     def send(
         self, name: str, payload: Any, *, key: str | None = None, run_at: datetime | None = None, delay: float | None = None,
         priority: int = DEFAULT_PRIORITY, max_attempts: int = RAW_ATTEMPTS,
@@ -349,7 +351,6 @@ def open_database(job_settings: config.JobSettings, clock: Clock | None = None) 
         auto_migrate=job_settings.auto_migrate,
         notify=job_settings.notify,
         listen_url=job_settings.listen_url,
-        poll_us=job_settings.poll_ms * 1_000,
         keep_payload=job_settings.keep_payload,
         clock=clock,
     )

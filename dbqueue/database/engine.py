@@ -68,7 +68,6 @@ class Database:
         auto_migrate: bool = True,
         notify: bool = True,
         listen_url: str | None = None,
-        poll_us: int = 250_000,
         keep_payload: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -81,9 +80,7 @@ class Database:
         if parsed.drivername == "sqlite":
             self.dialect = Sqlite(parsed, Names(prefix), self.clock, keep=keep_payload)
         else:
-            self.dialect = Postgres(
-                parsed, Names(prefix, schema), self.clock, notify=notify, soon=poll_us, keep=keep_payload
-            )
+            self.dialect = Postgres(parsed, Names(prefix, schema), self.clock, notify=notify, keep=keep_payload)
         self._lock = threading.RLock()
         self._pool: pool.Pool | None = None
         self._pid = os.getpid()
@@ -298,10 +295,14 @@ class Database:
 
     def read(self, verb: Callable[[Session], T]) -> T:
         """Runs a reading verb on a pooled connection; once more on a fresh one when the pooled one had died."""
+        connected = False
         try:
             with self.session() as session:
+                connected = True
                 return verb(session)
         except ConnectionLost:
+            if not connected:  # a server that does not answer would only be waited for twice
+                raise
             with self.session() as session:
                 return verb(session)
 

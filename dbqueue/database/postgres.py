@@ -86,6 +86,10 @@ _KEY_STATE = "23505"
 _IN_LANE = itemgetter(9, 1, 2)
 """Priority, queued_at and id of a claim's row."""
 
+SOON = 60_000_000
+"""Microseconds within which a job must be due for a sleeping worker to be told of it; no worker's poll is longer. What comes later, the
+worker's own looks find in time. The producer cannot know how often that is."""
+
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 NOTHING: Mapping[str, Any] = {}
 DEFAULTS = "SELECT current_setting('default_transaction_isolation'), current_setting('default_transaction_read_only')"
@@ -169,11 +173,10 @@ class Postgres:
         clock: Clock,
         *,
         notify: bool = True,
-        soon: int = 250_000,
         keep: bool = False,
     ) -> None:
         self.url, self.names, self.clock = url, names, clock
-        self.notify, self.soon, self.keep = notify, soon, keep
+        self.notify, self.keep = notify, keep
         self._sqlalchemy = sqlalchemy_psycopg.dialect()  # type: ignore[no-untyped-call]
         fill = names.fill
         enqueue = ENQUEUE if notify else ENQUEUE.replace(GATE.replace("{queue}", "%(queue)s::text"), "false")
@@ -284,7 +287,7 @@ class Postgres:
 
     def enqueue(self, session: Session, job: NewJob, database_id: str | None = None) -> Enqueued:
         params = self._new(job) | {
-            "id": job.id.hex(), "task_id": job.task_id, "payload": job.payload, "key": job.key, "soon": self.soon,
+            "id": job.id.hex(), "task_id": job.task_id, "payload": job.payload, "key": job.key, "soon": SOON,
         }  # fmt: skip
         # No row: the holder of the key ended between our insert and our look. The next try sees a new snapshot.
         for _ in range(20):
@@ -313,7 +316,7 @@ class Postgres:
                 break
         else:
             raise DatabaseBusy("other transactions kept taking and freeing these jobs' keys; try again")
-        soon = jobs[0].run_at is not None or jobs[0].delay < self.soon
+        soon = jobs[0].run_at is not None or jobs[0].delay < SOON
         if self.notify and soon and not all(enqueued.duplicate for enqueued in out.values()):
             session.execute(RING_ONE, {"salt": self.names.salt, "queue": jobs[0].queue})
         return [out[n] for n in range(len(jobs))]
@@ -397,7 +400,7 @@ class Postgres:
                 )
             else:
                 steps.append(("settle", self._settle, self._settle_params(turn.settlements)))
-                queues = sorted({s.queue for s in turn.settlements if s.state is State.PENDING and s.delay < self.soon})
+                queues = sorted({s.queue for s in turn.settlements if s.state is State.PENDING and s.delay < SOON})
                 if queues and self.notify:
                     steps.append(("ring", RING_MANY, {"salt": self.names.salt, "queues": queues}))
         if turn.renewals:

@@ -55,7 +55,7 @@ class Stage:
 
 @pytest.fixture
 def stage(make_queue: MakeQueue) -> Iterator[Stage]:
-    queue, other = make_queue(poll=POLL), make_queue(poll=POLL)
+    queue, other = make_queue(poll=POLL), make_queue()  # a producer's own poll tells nothing about a worker's
     starts: dict[int, float] = {}
     go = threading.Event()
 
