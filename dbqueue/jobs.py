@@ -13,6 +13,9 @@ from dbqueue.errors import IllegalMove, InvalidArgument, JobNotFound, KeyTaken, 
 from dbqueue.ids import as_uuid
 from dbqueue.states import State, allowed
 
+BY_HAND = ("cancel", "retry", "resolve")
+"""The verbs of this module."""
+
 
 def cancel(dialect: Dialect, session: Session, job_id: bytes) -> State:
     """Ends a pending, blocked or running job as cancelled; returns the state it was in. A running job's worker learns of it when it
@@ -55,4 +58,8 @@ def _moved(verb: str, job_id: bytes, changed: Changed) -> State:
         raise StaleUpdate(f"job {name} changed since it was read: read it again and decide anew")
     if allowed(verb, changed.found):  # it moved between our look and our write
         raise StaleUpdate(f"job {name} changed at this moment: read it again")
-    raise IllegalMove(f"job {name} is {changed.found.label}: the verb {verb!r} does not apply to it; nothing changed")
+    others = [other for other in BY_HAND if allowed(other, changed.found)]
+    raise IllegalMove(
+        f"job {name} is {changed.found.label}: the verb {verb!r} does not apply to it; nothing changed. "
+        f"In this state there is {' and '.join(others) or 'no verb left: enqueue a new job'}"
+    )

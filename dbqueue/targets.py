@@ -7,29 +7,78 @@ imported, checked or run (D4).
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import sys
 import typing
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
+from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 from uuid import UUID
 
 from dbqueue import clock, ids, retry
 from dbqueue.database.tables import NewJob, stored_priority
-from dbqueue.errors import InvalidArgument, InvalidTarget, TargetIsNotAValue
+from dbqueue.errors import InvalidArgument, InvalidTarget, QueueError, TargetIsNotAValue
 from dbqueue.payload import PayloadSchema, schema_of
 from dbqueue.settings import check_key, check_name, check_target_policy, describe
 from dbqueue.states import OnCrash
 
 P = TypeVar("P")
+A = ParamSpec("A")
+R = TypeVar("R")
 
 MAX_BATCH = 10_000
 """Jobs that one ``enqueue_many`` takes: one statement and one transaction hold them all."""
 
 MAX_DELAY = 3650 * 86_400
 """Ten years, in seconds."""
+
+
+def told(
+    what: str, example: str, error: type[QueueError] = InvalidArgument
+) -> Callable[[Callable[A, R]], Callable[A, R]]:
+    """Decorates a call of the public interface: arguments that do not fit its signature raise ``error`` with the option's name and
+    the remedy, where Python would raise a TypeError with neither. A call that fits costs nothing more."""
+
+    def decorate(function: Callable[A, R]) -> Callable[A, R]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: A.args, **kwargs: A.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                try:
+                    signature.bind(*args, **kwargs)
+                except TypeError:
+                    problem = _misfit(what, signature, args, kwargs)
+                else:  # it came from within
+                    raise
+            raise error(f"{problem}: {example}")
+
+        return call
+
+    return decorate
+
+
+def _misfit(what: str, signature: inspect.Signature, args: Sequence[object], given: Iterable[str]) -> str:
+    """Of the first argument that does not fit."""
+    known = {name: p for name, p in signature.parameters.items() if name != "self"}
+    options = [name for name, p in known.items() if p.kind is p.KEYWORD_ONLY]
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name[:100], options, n=1, cutoff=0.0)[0]
+            return (
+                f"{what} has no option {name[:100]!r}. The nearest known name is {nearest}. Correct it or take it out"
+            )
+    if len(args) - 1 > len(known) - len(options):
+        return f"{what} takes its options in parentheses and by name. Write them so"
+    needed = [name for name, p in list(known.items())[len(args) - 1 :] if p.default is p.empty and name not in given]
+    if needed:
+        return f"{what} needs {' and '.join(needed)}. Add what is missing"
+    return f"{what} was given an argument twice. Leave one out"
 
 
 class _Missing:
@@ -80,6 +129,7 @@ class Target(Generic[P]):
         self._writer = writer
         self.__doc__ = handler.__doc__
 
+    @told("enqueue()", "enqueue(Record(...), key=..., delay=...)")
     def enqueue(
         self, payload: P | _Missing = MISSING, *, key: str | None = None, run_at: datetime | None = None, delay: float | None = None,
         priority: int | None = None,
@@ -92,12 +142,14 @@ class Target(Generic[P]):
         InvalidPayload, InvalidArgument, EnqueueFailed, ConnectionLost, DatabaseBusy; never an error of the handler (D3, D4, D5)."""
         return self._writer.write([self._new(payload, key, *_when(run_at, delay), priority)])[0]
 
+    @told("enqueue_at()", "enqueue_at(when, Record(...), key=...)")
     def enqueue_at(
         self, when: datetime, payload: P | _Missing = MISSING, *, key: str | None = None, priority: int | None = None
     ) -> JobRef:
         """``enqueue`` with ``run_at=when`` (D3)."""
         return self.enqueue(payload, key=key, run_at=when, priority=priority)
 
+    @told("enqueue_many()", "enqueue_many([Record(...), ...], keys=..., delay=...)")
     def enqueue_many(
         self, payloads: Iterable[P], *, keys: Iterable[str | None] | None = None, run_at: datetime | None = None,
         delay: float | None = None, priority: int | None = None,

@@ -8,6 +8,8 @@ import math
 import re
 import socket
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -16,8 +18,11 @@ import click
 
 from dbqueue.cli.options import Asked, app_option, traceback_option
 from dbqueue.cli.output import iso
-from dbqueue.errors import InvalidName
+from dbqueue.errors import InvalidName, QueueError
+from dbqueue.queue import DBQueue
 from dbqueue.settings import check_name
+
+log = logging.getLogger("dbqueue")
 
 POOLS = ("threads", "processes", "prefork")
 LEVELS = ("debug", "info", "warning", "error", "critical", "fatal")
@@ -144,7 +149,20 @@ def worker(
     )  # fmt: skip
     with Asked(app, None, False).opened() as queue:
         set_up_logging(loglevel, log_format)
+        _warn_of_idle_queues(queue, queues or ())
         return run_worker(queue, options)
+
+
+def _warn_of_idle_queues(queue: DBQueue, names: Sequence[str]) -> None:
+    """A misspelt -Q would wait for ever without a word. A job that is there already may be another program's."""
+    known = sorted({target.policy.queue for target in queue.targets.values()})
+    with suppress(QueueError):  # the worker meets it in a moment, and tells it
+        idle = [name for name in names if name not in known and not queue.queues(name)]
+        if idle:
+            log.warning(
+                "-Q %s: no target of this code sends there, and no unfinished job is there; its targets send to %s",
+                ",".join(idle), ", ".join(known) or "no queue: it declares none",
+            )  # fmt: skip
 
 
 # -- logging -----------------------------------------------------------------------------------------------------------

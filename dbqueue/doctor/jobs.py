@@ -167,7 +167,10 @@ def targets(patient: Patient) -> Finding:
                 Problem(Status.FAILURE, f"{what} with a timeout beyond the lease: they would be blocked", remedy)
             )
     declared = listed(sorted(known)) or "none"
-    return verdict("targets", problems, f"all {counted(seen, 'unfinished job')} can run; declared: {declared}")
+    blocked = sum(depth.blocked for depth in patient.depths)
+    beside = f", beside {blocked} blocked (see held_jobs)" if blocked else ""
+    fine = f"all {counted(seen, 'pending or running job')} can run{beside}; declared: {declared}"
+    return verdict("targets", problems, fine)
 
 
 CHECKS = (

@@ -388,6 +388,18 @@ def test_a_job_whose_payload_was_not_kept_cannot_be_retried(lab: Lab) -> None:
     assert rows(lab.db) == before
 
 
+@pytest.mark.req("D8")
+@pytest.mark.parametrize("state", State)
+def test_a_refusal_names_the_verbs_that_apply(lab: Lab, state: State) -> None:
+    verbs = {"cancel": _cancel, "retry": _retry, "resolve": _resolve(State.SUCCEEDED)}
+    apply = [verb for verb in verbs if (verb, state) in MOVES]
+    for verb in verbs.keys() - apply:
+        with pytest.raises(IllegalMove, match=f"is {state.label}: the verb '{verb}' does not apply") as caught:
+            verbs[verb](lab, make(lab.db, state))
+        told = " and ".join(apply) or "no verb left: enqueue a new job"
+        assert str(caught.value).endswith(f"In this state there is {told}")
+
+
 def test_a_discarded_job_is_refused_for_its_state_and_not_for_a_key(lab: Lab) -> None:
     job = make(lab.db, State.DISCARDED)
     with pytest.raises(IllegalMove, match="is discarded"):

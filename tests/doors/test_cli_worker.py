@@ -168,6 +168,18 @@ def test_json_log_lines(bare: Run, started: list[WorkerOptions], monkeypatch: py
     assert line == {"level": "ERROR", "logger": "dbqueue.jobs", "message": "job 7\nfailed", "worker": "w"}
 
 
+@pytest.mark.req("D17")
+def test_a_queue_that_nobody_fills_is_told(process: Run, database_url: str, queue: DBQueue) -> None:
+    """Its name is misspelt, as a rule, and the worker would wait for ever without a word."""
+    Path("shop.py").write_text(APP.format(url=database_url))
+    queue.send("theirs", 1, delay=3_600)
+    warning = "-Q defualt,other: no target of this code sends there, and no unfinished job is there; its targets send to default"
+    for names, told in (("defualt,default,theirs,other", [warning]), ("default,theirs", [])):
+        code, _, err = process("worker", "-A", "shop", "--once", "-Q", names)
+        assert code == 0, err
+        assert [line.partition(" dbqueue: ")[2] for line in err.splitlines() if " WARNING " in line] == told
+
+
 def test_a_worker_process_runs_what_is_due(process: Run, database_url: str, queue: DBQueue) -> None:
     Path("shop.py").write_text(APP.format(url=database_url))
     run = DBQueue(database_url)

@@ -385,7 +385,16 @@ def test_stored_jobs_that_this_code_cannot_run(look: Look, queue: DBQueue, datab
         shop.send.enqueue(shop.Mail("a@example.org"))
     shop.queue.send("raw", {})
     shop.queue.close()
-    assert not_ok(look("-A", "shop")) == {}
+    found = look("-A", "shop")
+    assert not_ok(found) == {}
+    assert found["targets"]["sentence"] == "all 2 pending or running jobs can run; declared: shop.send"
+    make(queue.database, State.BLOCKED, target="shop.send")
+    found = look("-A", "shop")
+    assert not_ok(found) == {"held_jobs": "warning"}
+    assert found["targets"]["sentence"] == (
+        "all 2 pending or running jobs can run, beside 1 blocked (see held_jobs); declared: shop.send"
+    )
+    queue.cancel(queue.jobs(state="blocked")[0].id)
     make(queue.database, target="shop.gone")
     found = look("-A", "shop", "--patience", 7200)
     assert not_ok(found) == {"targets": "warning"}

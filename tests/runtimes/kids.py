@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import sys
+import termios
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,8 @@ class Kids:
 
     def noted(self, what: str, count: int = 1) -> list[int]:
         """Waits for the notes; returns the processes that wrote them."""
-        wait_for(lambda: len(notes(self.folder, what)) >= count, message=f"not {count} times {what}")
+        # The first note waits for a child, and a busy machine takes its time to start one.
+        wait_for(lambda: len(notes(self.folder, what)) >= count, 30, f"not {count} times {what}")
         return [line.pid for line in notes(self.folder, what)]
 
     def brood(self) -> list[int]:
@@ -85,6 +89,24 @@ def descendants(pid: int) -> set[int]:
 
 def alive(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if _stat(pid)]
+
+
+def is_frozen(pid: int) -> bool:
+    """Each of its threads: SIGSTOP reaches them one after the other."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+
+def unread(pid: int) -> int:
+    """Bytes that wait in the pipes of a process."""
+    total = 0
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        if file.readlink().name.startswith("pipe:"):
+            pipe, count = os.open(file, os.O_RDONLY | os.O_NONBLOCK), bytearray(4)
+            fcntl.ioctl(pipe, termios.FIONREAD, count)
+            os.close(pipe)
+            total += int.from_bytes(count, sys.byteorder)
+    return total
 
 
 def trackers(pids: set[int]) -> list[int]:
