@@ -4,6 +4,8 @@ drain     no-op jobs from a filled queue: rate, and CPU of worker and server for
 enqueue   one by one, durable; and in bulk
 latency   from enqueue to start on an idle worker
 idle      statements and CPU of a worker that has nothing to do
+pinned    drain of a queue with --n jobs, half as many future ones of a better priority and --n finished ones, while a snapshot is
+          held all the time; against a small queue without one. A part of the jobs becomes due meanwhile, or runs twice
 
 PostgreSQL is a server of our own on disk, with the defaults (fsync on). Peers are measured when they are installed.
 """
@@ -24,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import brokers
+from bench.pinned import Pinned
 from bench.systems import SYSTEMS
 from bench.tally import Reader
 from tests.servers import Server, Servers
@@ -42,11 +46,29 @@ class Bench:
             os.environ, BENCH_PG=self.server.dsn(self.database), BENCH_DIR=str(self.dir), BENCH_TALLY=str(self.dir / "tally"),
             PYTHONWARNINGS="ignore",
         )  # fmt: skip
+        self.brokers: dict[str, brokers.Broker] = {}
         self.results: list[dict[str, Any]] = []
+        self.pinned_queues: dict[str, Pinned] = {}
 
     def close(self) -> None:
+        for pinned in self.pinned_queues.values():
+            pinned.close()
+        for broker in self.brokers.values():
+            broker.close()
         self.servers.close()
         shutil.rmtree(self.dir, ignore_errors=True)
+
+    def broker(self, database: str) -> None:
+        """Starts the system's own server, once."""
+        if database in ("redis", "rabbitmq") and database not in self.brokers:
+            folder = self.dir / database
+            folder.mkdir()
+            self.brokers[database] = broker = getattr(brokers, database)(folder)
+            self.environ["BENCH_REDIS" if database == "redis" else "BENCH_AMQP"] = (
+                f"redis://127.0.0.1:{broker.port}/0"
+                if database == "redis"
+                else f"amqp://guest:guest@127.0.0.1:{broker.port}//"
+            )
 
     def command(self, name: str, what: str, *args: object) -> list[str]:
         return [sys.executable, "-m", "bench.systems", name, what, *map(str, args)]
@@ -84,15 +106,17 @@ class Bench:
                 raise RuntimeError(f"{name}: the worker ended")
             time.sleep(0.001)
         began, done = time.monotonic(), reader.read()[0]
-        cpu, server = sum(map(cpu_of, workers)), self.server_cpu()
+        cpu, server, wal = sum(map(cpu_of, workers)), self.server_cpu(SYSTEMS[name].database), self.wal(name)
         while (now := reader.read()[0]) < self.options.n and time.monotonic() - began < self.options.seconds:
             time.sleep(0.005)
-        cpu, server = sum(map(cpu_of, workers)) - cpu, self.server_cpu() - server
+        cpu, server = sum(map(cpu_of, workers)) - cpu, self.server_cpu(SYSTEMS[name].database) - server
+        wal = self.wal(name) - wal
         total, first, last = reader.read()
         n = max(1, now - done)
         self.add(
             load="drain", system=name, variant=variant, rate=round(total / max(1e-9, (last - first) / 1e9), 1), jobs=total,
-            worker_us=round(cpu / n * 1e6, 1), server_us=round(server / n * 1e6, 1) if SYSTEMS[name].database == "postgresql" else 0.0,
+            worker_us=round(cpu / n * 1e6, 1), server_us=round(server / n * 1e6, 1),
+            wal_bytes=round(wal / n),
         )  # fmt: skip
 
     def enqueue(self, name: str) -> None:
@@ -124,19 +148,33 @@ class Bench:
         if name == "floor":
             return
         self.call(name, "reset")
+        reader = Reader(self.dir / "tally")
         workers = self.start(name, SYSTEMS[name].variants[0], 1)
         try:
             self.call(name, "paced", 3)
+            wait_until(lambda: reader.read()[0] >= 3, 30)
             time.sleep(2)  # measuring an idle process is measuring over time
-            cpu, server, statements = cpu_of(workers[0]), self.server_cpu(), self.statements()
+            database = SYSTEMS[name].database
+            cpu, server, statements = cpu_of(workers[0]), self.server_cpu(database), self.statements()
             time.sleep(self.options.seconds)
             self.add(
                 load="idle", system=name, variant="", cpu_percent=round((cpu_of(workers[0]) - cpu) / self.options.seconds * 100, 2),
-                server_percent=round((self.server_cpu() - server) / self.options.seconds * 100, 2),
+                server_percent=round((self.server_cpu(database) - server) / self.options.seconds * 100, 2),
                 transactions=round((self.statements() - statements) / self.options.seconds, 2),
             )  # fmt: skip
         finally:
             kill(workers)
+
+    def pinned(self, name: str) -> None:
+        if name not in self.pinned_queues:
+            self.pinned_queues[name] = Pinned(self, name)
+        self.pinned_queues[name].round()
+
+    def wal(self, name: str) -> int:
+        """Bytes that the server has written to its log."""
+        if SYSTEMS[name].database != "postgresql":
+            return 0
+        return int(self.server.execute("SELECT pg_current_wal_insert_lsn() - '0/0'::pg_lsn")[0][0])
 
     def statements(self) -> int:
         """Transactions that the server has ended in our database; an idle worker's statements are one transaction each."""
@@ -153,8 +191,16 @@ class Bench:
             for slot in range(processes)
         ]
 
-    def server_cpu(self) -> float:
-        """The postmaster with all its children, those that have ended included."""
+    def cpu(self, workers: list[subprocess.Popen[bytes]], database: str) -> tuple[float, float]:
+        """Seconds of the processor so far: the workers', and the server's."""
+        return sum(map(cpu_of, workers)), self.server_cpu(database)
+
+    def server_cpu(self, database: str) -> float:
+        """A broker's session; or the postmaster with all its children, those that have ended included."""
+        if database in self.brokers:
+            return cpu_of(self.brokers[database].process)
+        if database == "sqlite":
+            return 0.0
         pid = self.server.pid
         fields = stat(pid)
         own = sum(int(fields[i]) for i in (11, 12, 13, 14)) / TICK if fields else 0.0
@@ -173,8 +219,9 @@ def stat(pid: int) -> list[str]:
 
 
 def cpu_of(process: subprocess.Popen[bytes]) -> float:
-    fields = stat(process.pid)
-    return sum(int(fields[i]) for i in (11, 12)) / TICK if fields else 0.0
+    """Of the process and all others of its session."""
+    found = [stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()]
+    return sum(int(f[11]) + int(f[12]) for f in found if f and int(f[3]) == process.pid) / TICK
 
 
 def kill(workers: list[subprocess.Popen[bytes]]) -> None:
@@ -213,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("load", choices=["drain", "enqueue", "latency", "idle"])
+    parser.add_argument("load", choices=["drain", "enqueue", "latency", "idle", "pinned"])
     parser.add_argument("--systems", default="dbqueue,pgqueuer,floor,dbqueue-sqlite,huey-sqlite")
     parser.add_argument("--variants", default="")
     parser.add_argument("--rounds", type=int, default=5)
@@ -231,6 +278,7 @@ def main() -> None:
         )
         for _ in range(options.rounds):
             for name in options.systems.split(","):
+                bench.broker(SYSTEMS[name].database)
                 getattr(bench, options.load)(name)
         report(bench.results)
     finally:

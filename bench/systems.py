@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,13 @@ class Noop:
     sent: int = 0
 
 
+@dataclass(frozen=True)
+class Mixed:
+    text: str
+    again: bool = False
+    """Its first attempt asks for a second one."""
+
+
 class Dbqueue(System):
     name = "dbqueue"
     variants = ("4", "16", "100")
@@ -63,7 +71,7 @@ class Dbqueue(System):
         return PG
 
     def queue(self, **options: Any) -> tuple[Any, Any]:
-        from dbqueue import DBQueue
+        from dbqueue import DBQueue, RetryLater, current_job
 
         queue = DBQueue(self.url(), **options)
         counter: list[Tally] = []
@@ -73,6 +81,14 @@ class Dbqueue(System):
         def noop(job: Noop) -> None:
             counter[0].hit(job.sent)
 
+        @queue.job(max_attempts=5, timeout=30, name="bench.mixed")
+        def mixed(job: Mixed) -> None:
+            counter[0].hit()
+            running = current_job()
+            if job.again and running is not None and running.attempt == 1:
+                raise RetryLater(delay=0.2)
+
+        self.mixed = mixed
         return queue, noop
 
     def reset(self) -> None:
@@ -83,6 +99,26 @@ class Dbqueue(System):
         _, noop = self.queue()
         for _ in range(n // 1_000):
             noop.enqueue_many([Noop(PAYLOAD)] * 1_000)
+
+    def crowd(self, what: str, *args: str) -> None:
+        """Jobs for the load `pinned`, written in SQL. backlog N: claimable ones, others that are not due, a history. small N: claimable
+        ones. feed LETTER N SECONDS: jobs that become due one after the other, of which every second one wants two attempts."""
+        from tests.storms.crowd import fill_history, fill_jobs
+
+        if what != "feed":
+            self.reset()
+        queue, _ = self.queue()
+        once, fill = Mixed(PAYLOAD), partial(fill_jobs, queue.database, self.mixed)
+        if what == "feed":
+            n = int(args[1])
+            twice, step = Mixed(PAYLOAD, again=True), float(args[2]) / n
+            fill(args[0], n, priority=1, first=0.5, step=step, once=once, twice=twice)
+            return
+        n = int(args[0])
+        fill("p", n, once=once)
+        if what == "backlog":
+            fill("f", n // 2, priority=5, first=1e6, step=0.001, once=once)
+            fill_history(queue.database, self.mixed, n)
 
     def open(self) -> Callable[[int], object]:
         _, noop = self.queue()
@@ -309,6 +345,93 @@ class HueySqlite(System):
         huey.create_consumer(workers=int(variant), periodic=False, worker_type="thread").run()
 
 
+class HueyRedis(System):
+    name, database = "huey-redis", "redis"
+    variants = ("4",)
+
+    def app(self, slot: int | None = None) -> tuple[Any, Any]:
+        from huey import RedisHuey
+
+        huey = RedisHuey("bench", url=os.environ["BENCH_REDIS"], results=False)
+        counter = None if slot is None else tally(slot)
+
+        @huey.task(name="noop")
+        def noop(text: str, sent: int) -> None:
+            if counter is not None:
+                counter.hit(sent)
+
+        return huey, noop
+
+    def reset(self) -> None:
+        self.app()[0].flush()
+
+    def fill(self, n: int) -> None:
+        send = self.open()
+        for _ in range(n):
+            send(0)
+
+    def open(self) -> Callable[[int], object]:
+        _, noop = self.app()
+        return lambda sent: noop(PAYLOAD, sent)
+
+    def work(self, variant: str, slot: int) -> None:
+        huey, _ = self.app(slot)
+        logging.disable(logging.ERROR)
+        huey.create_consumer(workers=int(variant), periodic=False, worker_type="thread").run()
+
+
+class CeleryOn(System):
+    """`celery worker` without results and events; the variant is the pool."""
+
+    variants = ("prefork2", "solo")
+    prefetch = 4
+
+    def __init__(self, name: str, database: str, url: str) -> None:
+        self.name, self.database, self._url = name, database, url  # type: ignore[misc]
+
+    def app(self) -> tuple[Any, Any]:
+        from celery import Celery
+
+        app = Celery("bench", broker=self._url.format(**os.environ))
+        app.conf.update(
+            task_ignore_result=True, worker_prefetch_multiplier=self.prefetch, worker_hijack_root_logger=False,
+            task_default_queue="bench", broker_connection_retry_on_startup=True,
+        )  # fmt: skip
+        counter: list[Tally] = []
+
+        @app.task(name="noop")
+        def noop(text: str, sent: int) -> None:
+            if not counter:  # a slot for each child
+                from billiard import current_process
+
+                counter.append(tally(1 + getattr(current_process(), "index", 0)))
+            counter[0].hit(sent)
+
+        return app, noop
+
+    def reset(self) -> None:
+        if self.database == "postgresql":
+            reset_postgres()
+        elif self.database == "sqlite":
+            wipe("celery.db")
+        app, _ = self.app()
+        app.control.purge()
+
+    def fill(self, n: int) -> None:
+        send = self.open()
+        for _ in range(n):
+            send(0)
+
+    def open(self) -> Callable[[int], object]:
+        _, noop = self.app()
+        return lambda sent: noop.delay(PAYLOAD, sent)
+
+    def work(self, variant: str, slot: int) -> None:
+        app, _ = self.app()
+        pool = ["-P", "solo"] if variant == "solo" else ["-P", "prefork", "-c", variant.removeprefix("prefork")]
+        app.worker_main(["worker", "-l", "ERROR", "--without-gossip", "--without-mingle", "--without-heartbeat", *pool])
+
+
 def connect() -> Any:
     import psycopg
 
@@ -327,8 +450,13 @@ def wipe(name: str) -> None:
 
 
 SYSTEMS: dict[str, System] = {
-    s.name: s for s in (Dbqueue(), DbqueueSqlite(), Floor(), PgQueuer(), Procrastinate(), HueySqlite())
-}
+    s.name: s
+    for s in (
+        Dbqueue(), DbqueueSqlite(), Floor(), PgQueuer(), Procrastinate(), HueySqlite(), HueyRedis(),
+        CeleryOn("celery-redis", "redis", "{BENCH_REDIS}"),
+        CeleryOn("celery-rabbitmq", "rabbitmq", "{BENCH_AMQP}"),
+    )
+}  # fmt: skip
 
 
 def main(name: str, what: str, *args: str) -> None:
@@ -339,6 +467,9 @@ def main(name: str, what: str, *args: str) -> None:
         system.fill(int(args[0]))
     elif what == "work":
         system.work(args[0], int(args[1]))
+    elif what == "crowd":
+        assert isinstance(system, Dbqueue)
+        system.crowd(*args)
     elif what == "one":  # enqueue one by one for some seconds
         send, seconds = system.open(), float(args[0])
         send(0)

@@ -2,17 +2,34 @@
 
 `lose_answer` lets the server do what it was sent and keeps its answer: the client cannot know that the COMMIT succeeded.
 `lose_request` cuts before the server has seen anything. `cut` ends all connections at once, whatever the server is doing.
+`lose_answers` goes on losing answers by chance; `lost` then tells which, so that a test can find out what they were about.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+import re
 import socket
 import threading
+import time
+from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
 _IDLE = b"Z\x00\x00\x00\x05I"  # ReadyForQuery, outside of a transaction: what was sent is committed (or was refused)
+_READY = re.compile(rb"Z\x00\x00\x00\x05[ITE]")  # ReadyForQuery, wherever a transaction may be
+_SYNC = b"S\x00\x00\x00\x04"  # ends a request of the extended protocol
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An answer that did not come back: ``port`` is the one from which the server saw its client come; instants in microseconds of
+    time.time(): when the request went to the server, and when the whole answer had come from there."""
+
+    port: int
+    sent: int
+    done: int
 
 
 class Proxy:
@@ -28,6 +45,8 @@ class Proxy:
         self._lock = threading.Lock()
         self._pairs: list[_Pair] = []
         self.losses = 0
+        self.lost: list[Lost] = []
+        self._share, self._chance = 0.0, random.Random()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose_answer(self, marker: bytes = b"") -> None:
@@ -37,6 +56,11 @@ class Proxy:
     def lose_request(self, marker: bytes = b"") -> None:
         """The next data from a client that contains ``marker`` does not reach the server."""
         self._plan = ("request", marker)
+
+    def lose_answers(self, share: float, seed: int = 0) -> None:
+        """From now on this share of all requests, of connections that are made already, goes without an answer; 0 ends it."""
+        with self._lock:
+            self._share, self._chance = share, random.Random(seed)
 
     @property
     def armed(self) -> bool:
@@ -52,8 +76,15 @@ class Proxy:
         self._listener.close()
         self.cut()
 
-    def _take_plan(self, data: bytes) -> str | None:
+    def _take_plan(self, data: bytes, *, made: bool) -> str | None:
         with self._lock:
+            if (
+                self._share
+                and made
+                and (data[:1] == b"Q" or data.endswith(_SYNC))
+                and self._chance.random() < self._share
+            ):
+                return "any answer"
             if self._plan is None or self._plan[1] not in data:
                 return None
             what, self._plan = self._plan[0], None
@@ -74,16 +105,19 @@ class _Pair:
 
     def __init__(self, proxy: Proxy, client: socket.socket, server: socket.socket) -> None:
         self._proxy, self._client, self._server = proxy, client, server
-        self._swallowing = False
+        self._swallowing = self._whole = self._made = False
+        self._port, self._sent = server.getsockname()[1], 0
 
     def forward(self) -> None:
         with contextlib.suppress(OSError):
             while data := self._client.recv(65536):
-                what = self._proxy._take_plan(data)
+                what = self._proxy._take_plan(data, made=self._made)
                 if what == "request":
                     self._proxy.losses += 1
                     break
-                if what == "answer":
+                if what is not None:
+                    self._whole = what == "answer"
+                    self._sent = time.time_ns() // 1_000
                     self._swallowing = True
                 self._server.sendall(data)
         if not self._swallowing:
@@ -94,11 +128,13 @@ class _Pair:
         with contextlib.suppress(OSError):
             while data := self._server.recv(65536):
                 if not self._swallowing:
+                    self._made = self._made or _IDLE in data
                     self._client.sendall(data)
                     continue
                 kept += data
-                if _IDLE in kept:  # the server has done all of it
+                if _IDLE in kept or (not self._whole and _READY.search(kept)):  # the server has done all of it
                     self._proxy.losses += 1
+                    self._proxy.lost.append(Lost(self._port, self._sent, time.time_ns() // 1_000))
                     break
         self.cut()
 

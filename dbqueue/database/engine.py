@@ -22,7 +22,7 @@ from dbqueue.clock import POSTGRES_NOW, SQLITE_NOW, Clock
 from dbqueue.database import migrate
 from dbqueue.database.dialect import Dialect, OwnSession, Session
 from dbqueue.database.migrate import Migration
-from dbqueue.database.postgres import Postgres
+from dbqueue.database.postgres import Postgres, refusal
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.database.tables import Names
 from dbqueue.database.wakeup import DataVersion, Listener, Sleeper
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 BUSY_TRIES = 5
 """How often a transaction of our own is begun again after a deadlock or a serialization conflict."""
+BUSY_PATIENCE = 5.0
+"""Seconds after which it is not begun again: it waited for a lock, and whoever holds that is in no hurry."""
 
 _POSTGRES_NAMES = {"postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"}
 _SQLITE_NAMES = {"sqlite", "sqlite+pysqlite", "sqlite+aiosqlite"}
@@ -189,12 +191,14 @@ class Database:
                 raise
 
     def _again(self, scope: Callable[[], AbstractContextManager[OwnSession]], verb: Callable[[OwnSession], T]) -> T:
+        began = time.monotonic()
         for attempt in range(BUSY_TRIES):
             try:
                 with scope() as session:
                     return verb(session)
             except DatabaseBusy:
-                if attempt == BUSY_TRIES - 1 or self.dialect.name == "sqlite":
+                patient = time.monotonic() - began < BUSY_PATIENCE
+                if attempt == BUSY_TRIES - 1 or not patient or self.dialect.name == "sqlite":
                     raise
                 time.sleep(random.uniform(0, 0.01 * 2**attempt))
         raise AssertionError("unreachable")
@@ -321,7 +325,8 @@ def _describe(error: BaseException, kind: type[QueueError]) -> str:
         getattr(error, "sqlstate", None) or getattr(error, "pgcode", None) or getattr(error, "sqlite_errorname", None)
     )
     first = (kind.__doc__ or "").split("``__cause__``")[0].strip().replace("\n    ", " ")
-    return f"{first} ({type(error).__name__}{f' {code}' if code else ''})"
+    reason = None if code or kind is not ConnectionLost else refusal(error)
+    return f"{first} ({type(error).__name__}{f' {code}' if code else ''}{f': {reason}' if reason else ''})"
 
 
 def _roll_back(session: OwnSession) -> None:

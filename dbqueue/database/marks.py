@@ -32,6 +32,8 @@ class Marks:
         self.lanes: dict[tuple[str, int], tuple[int, bytes]] = {}
         self.waiting = 0
         self.lease = 0
+        self.shortened = False
+        """Whether claims from the future were looked for, since this connection was made or the clock went back."""
         self._next: dict[str, float] = {}
         self._cost: dict[str, float] = {}
         self._last: dict[str, float] = {}
@@ -40,6 +42,7 @@ class Marks:
         if now < self.now:
             self.lanes.clear()
             self.waiting = self.lease = 0
+            self.shortened = False
             self._next.clear()
         self.now = now
 

@@ -15,7 +15,8 @@ parameter there the generic plan looks dear and each execution is planned anew. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from operator import itemgetter
@@ -40,6 +41,7 @@ from dbqueue.database.postgres_statements import (
     GATE,
     LOOK,
     NOW,
+    PATIENCE,
     PLANNING,
     PLANNING_FOR_GOOD,
     PROBE,
@@ -54,6 +56,7 @@ from dbqueue.database.postgres_statements import (
     RING_ONE,
     SETTLE,
     SETTLE_FAST,
+    SHORTEN,
 )
 from dbqueue.database.tables import (
     Changed,
@@ -76,12 +79,17 @@ from dbqueue.states import State, allowed
 
 T = TypeVar("T")
 
-# SQLSTATEs that say: this connection, or the server behind it, is of no use; take another one.
-_CONNECTION_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "25006", "25P03", "25P04", "53300", "3D000")
-_BUSY_STATES = ("40001", "40P01", "55P03", "55006")
+# SQLSTATEs that say: this connection, or the server behind it, is of no use now; take another one, after a while. 53 and 58 are a
+# server that lacks memory, connections or room on its disk, or cannot read it: no row's fault, so nothing may be given up for it.
+_CONNECTION_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "25006", "25P03", "25P04", "53", "58", "3D000")
+_LOCK_STATE = "55P03"
+# 57014: somebody's pg_cancel_backend, or a statement_timeout of the role; it is no fault of what was written.
+_BUSY_STATES = ("40001", "40P01", "55P03", "55006", "57014")
 _MISSING_STATES = ("42P01", "3F000")
 _KEY_STATE = "23505"
 
+
+NEVER = float("inf")
 
 _IN_LANE = itemgetter(9, 1, 2)
 """Priority, queued_at and id of a claim's row."""
@@ -101,6 +109,8 @@ class PostgresSession:
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self.changed = 0
+        self.asked_at = NEVER
+        """Since when a statement waits for its answer; for a watcher in another thread."""
         self.marks = Marks()
         self._wire = Wire.of(connection)
         self._cursor = connection.cursor(binary=True)
@@ -110,7 +120,11 @@ class PostgresSession:
         cursor = self._cursor
         if params:  # the driver's way with lists costs more than writing a thousand jobs
             params = {k: array(v) if type(v) is list else v for k, v in params.items()}
-        cursor.execute(statement, params)
+        self.asked_at = time.monotonic()
+        try:
+            cursor.execute(statement, params)
+        finally:
+            self.asked_at = NEVER
         self.changed = cursor.rowcount
         return cursor.fetchall() if cursor.description else []
 
@@ -143,13 +157,20 @@ class PostgresSession:
         """Statements of the worker as one pipelined transaction of their own, with the plans that they are meant to have."""
         first = [] if self._plans_are_set() else [(PLANNING, NOTHING)]
         if self.guarded:
-            answers = self._wire.run([(BEGIN, NOTHING), *first, *steps, ("COMMIT", NOTHING)])
+            answers = self._run([(BEGIN, NOTHING), *first, *steps, ("COMMIT", NOTHING)])
             return answers[1 + len(first) : -1]
-        return self._wire.run([*first, *steps])[len(first) :]
+        return self._run([*first, *steps])[len(first) :]
+
+    def _run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
+        self.asked_at = time.monotonic()
+        try:
+            return self._wire.run(steps)
+        finally:
+            self.asked_at = NEVER
 
     def begin(self, deadline: float | None = None) -> None:
         # A role may default to serializable or read only; our own transactions say what they need.
-        self.execute(BEGIN)
+        self._run([(BEGIN, NOTHING), (f"SELECT {PATIENCE}", NOTHING)])
 
     def commit(self) -> None:
         self.execute("COMMIT")
@@ -181,9 +202,11 @@ class Postgres:
         fill = names.fill
         enqueue = ENQUEUE if notify else ENQUEUE.replace(GATE.replace("{queue}", "%(queue)s::text"), "false")
         self._enqueue, self._enqueue_many, self._exists = fill(enqueue), fill(ENQUEUE_MANY), fill(EXISTS)
+        # On a connection of our own the statement stands alone, and brings its patience along.
+        self._enqueue_own = self._enqueue.replace(" AS now)", f" AS now FROM (SELECT {PATIENCE}) patience)", 1)
         self._settle_fast, self._settle, self._already = fill(SETTLE_FAST), fill(SETTLE), fill(ALREADY)
         self._renew, self._probe, self._release_unknown = fill(RENEW), fill(PROBE), fill(RELEASE_UNKNOWN)
-        self._look = fill(LOOK)
+        self._look, self._shorten = fill(LOOK), fill(SHORTEN)
         self._sweep_texts: dict[int, str] = {}
         self._marked_texts: dict[int, str] = {}
 
@@ -199,6 +222,7 @@ class Postgres:
 
         options: dict[str, Any] = dict((url or self.url).translate_connect_args(username="user", database="dbname"))
         options.update((url or self.url).query)
+        options.update(_several(options.get("host")))
         if options.pop("pgbouncer", "false") == "true":  # in transaction mode: statements may be prepared elsewhere
             options["prepare_threshold"] = None
         options.setdefault("connect_timeout", 10)
@@ -289,9 +313,11 @@ class Postgres:
         params = self._new(job) | {
             "id": job.id.hex(), "task_id": job.task_id, "payload": job.payload, "key": job.key, "soon": SOON,
         }  # fmt: skip
+        own = isinstance(session, PostgresSession)
         # No row: the holder of the key ended between our insert and our look. The next try sees a new snapshot.
         for _ in range(20):
-            rows = session.execute(self._enqueue, params)
+            with _held_up() if own else nullcontext():
+                rows = session.execute(self._enqueue_own if own else self._enqueue, params)
             if rows:
                 return Enqueued(as_bytes(rows[0][0]), bool(rows[0][1]))
         raise DatabaseBusy("other transactions kept taking and freeing this job's key; try again")
@@ -307,7 +333,8 @@ class Postgres:
                 "keys": [jobs[n].key for n in left],
                 "payloads": [jobs[n].payload for n in left],
             }
-            rows = session.execute(self._enqueue_many, params)
+            with _held_up() if isinstance(session, PostgresSession) else nullcontext():
+                rows = session.execute(self._enqueue_many, params)
             for ordinal, job_id, duplicate in rows:
                 if job_id is not None:
                     out[left[ordinal - 1]] = Enqueued(as_bytes(job_id), bool(duplicate))
@@ -496,9 +523,10 @@ class Postgres:
     def probe(self, session: OwnSession, queues: tuple[str, ...]) -> bool:
         return bool(session.execute(self._probe, {"queues": list(queues)})[0][0])
 
-    def release_unknown(self, session: OwnSession, worker: str, known: Sequence[bytes]) -> int:
-        session.execute(self._release_unknown, self._clock() | {"worker": worker, "known": [k.hex() for k in known]})
-        return session.changed
+    def release_unknown(self, session: OwnSession, worker: str, known: Sequence[Held]) -> int:
+        assert isinstance(session, PostgresSession)
+        params = self._clock() | _identity_arrays(known) | {"worker": worker}
+        return session.planned((self._release_unknown, params))[0][0]
 
     # -- upkeep ------------------------------------------------------------------------------------------------------
 
@@ -510,7 +538,10 @@ class Postgres:
         marks, began = session.marks, time.monotonic()
         whole = marks.sweep_due("upkeep")
         waiting, lease = (0, 0) if whole else (marks.waiting, marks.lease)
-        look = {"waiting": waiting, "lease": lease, "queues": list(queues) if marks.may_look("upkeep") else []}
+        look = {"waiting": waiting, "lease": lease, "queues": list(queues) if whole else []}
+        if not marks.shortened:
+            session.planned((self._shorten, self._clock()))
+            marks.shortened = True
         now, due, lapsed, ready, next_run = session.planned((self._look, self._clock() | look))[0][1][0]
         promoted = again = dead = unknown = 0
         if due or (expire and lapsed):
@@ -580,6 +611,50 @@ class Postgres:
     def _found(self, session: Session, job_id: bytes) -> State | None:
         state = session.execute(self.names.fill(_FOUND), {"id": job_id.hex()})[0][0]
         return None if state is None else State(state)
+
+
+# A refused connection has no SQLSTATE, and the message may not be shown: it names hosts and users. In other languages than English
+# nothing fits, and the class alone is told.
+_REFUSALS = {
+    "too many clients": "too many connections", "connection slots are reserved": "too many connections",
+    "starting up": "the server is starting up", "shutting down": "the server is shutting down",
+    "not yet accepting": "the server is starting up", "in recovery mode": "the server is starting up",
+    "read-only": "the server is read only", "hot standby mode is disabled": "the server is a standby that lets nobody in",
+    "password authentication failed": "wrong user or password", "no password supplied": "the URL has no password",
+    "pg_hba.conf": "the server does not let this host and user in", "does not exist": "no such user or database",
+    "could not translate host name": "unknown host", "onnection refused": "nobody listens at this address",
+    "timeout": "no answer in time", "timed out": "no answer in time", "No route": "no way to this host",
+    "closed the connection": "the server closed it",
+}  # fmt: skip
+
+
+def refusal(error: BaseException) -> str | None:
+    """Why a connection was refused or ended, in words of ours."""
+    text = str(error)
+    return next((reason for phrase, reason in _REFUSALS.items() if phrase in text), None)
+
+
+def _several(hosts: Any) -> dict[str, str]:
+    """``?host=a:5432&host=b:5433``, as SQLAlchemy writes several hosts, in libpq's own way; for a failover, with
+    ``target_session_attrs=read-write``."""
+    if not isinstance(hosts, tuple):
+        return {}
+    pairs = [host.rpartition(":") if ":" in host else (host, "", "5432") for host in hosts]
+    return {"host": ",".join(pair[0].strip("[]") for pair in pairs), "port": ",".join(pair[2] for pair in pairs)}
+
+
+@contextmanager
+def _held_up() -> Iterator[None]:
+    """Who waits on a connection of ours may be waiting for itself, and is told so."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "sqlstate", None) != _LOCK_STATE:
+            raise
+        raise DatabaseBusy(
+            "another open transaction has written a job with this key, or locks dbqueue's tables, and did not end in time. If it is "
+            "this thread's own, make the call inside using(...), or commit first; else try again (LockNotAvailable 55P03)"
+        ) from error
 
 
 @cache

@@ -78,9 +78,15 @@ SELECT 1 FROM {jobs} WHERE id = %(id)s::uuid UNION ALL SELECT 1 FROM {finished} 
 # rows, growing), and every execution was planned anew.
 PLANNING = (
     "SELECT set_config('enable_bitmapscan', 'off', true), set_config('enable_seqscan', 'off', true), "
-    "set_config('plan_cache_mode', 'force_generic_plan', true), set_config('jit', 'off', true)"
+    "set_config('plan_cache_mode', 'force_generic_plan', true), set_config('jit', 'off', true), "
+    # Not a matter of plans: somebody's LOCK TABLE or ALTER TABLE must not keep a worker's loop from timeouts and signals.
+    "set_config('lock_timeout', '1s', true)"
 )
 PLANNING_FOR_GOOD = PLANNING.replace(", true)", ", false)")
+
+# In transactions of our own that are no worker's. A key's holder may be an open transaction of the very thread that waits for it,
+# which no server can tell. A shorter time of the role's own stays.
+PATIENCE = "set_config('lock_timeout', COALESCE(NULLIF(current_setting('lock_timeout'), '0'), '10s'), true)"
 
 _CLAIM = f"""
 clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM picked),
@@ -204,14 +210,26 @@ SELECT EXISTS (SELECT 1 FROM unnest(%(queues)s::text[]) q(queue)
     ORDER BY j.priority, j.ready_at, j.id LIMIT 1) one)
 """
 
-# After a lost connection: rows that were claimed for this worker in a transaction whose answer never arrived.
+# After a lost connection: rows that were claimed for this worker in a transaction whose answer never arrived. Where the lease has ended
+# it may be a claim that the worker forgot for that very reason, begun and run; so that is a lapse, for the sweep.
 RELEASE_UNKNOWN = f"""
-WITH mine AS MATERIALIZED (SELECT id FROM {{jobs}} WHERE state = 1 AND worker = %(worker)s::text
-  AND NOT id = ANY(%(known)s::uuid[]) FOR UPDATE SKIP LOCKED),
+WITH mine AS MATERIALIZED (SELECT id, lease_until FROM {{jobs}} WHERE state = 1 AND worker = %(worker)s::text
+  AND (id, token) NOT IN (SELECT k.id, k.token FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[]) k(id, token))
+  FOR UPDATE SKIP LOCKED),
 clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM mine)
 UPDATE {{jobs}} j SET state = 0, token = NULL, lease_until = NULL, attempt = attempt - 1,
   ready_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock)
-WHERE j.id = ANY(ARRAY(SELECT id FROM mine))
+WHERE j.id = ANY(ARRAY(SELECT m.id FROM clock c CROSS JOIN mine m WHERE m.lease_until > c.now))
+"""
+
+# After the clock went back: a claim that was renewed in what is now the future counts as renewed now. Its worker, if it lives, does so
+# in time; if it died, the job would wait for the clock to come round to the old end of its lease.
+SHORTEN = f"""
+WITH before AS MATERIALIZED (SELECT {NOW} AS now),
+ahead AS MATERIALIZED (SELECT id FROM {{jobs}} WHERE state = 1 AND updated_at > (SELECT now FROM before) FOR NO KEY UPDATE SKIP LOCKED),
+clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM ahead)
+UPDATE {{jobs}} j SET lease_until = c.now + (j.lease_until - j.updated_at), updated_at = c.now
+FROM clock c WHERE j.id = ANY(ARRAY(SELECT id FROM ahead)) AND j.state = 1 AND j.updated_at > c.now
 """
 
 # The one statement of an idle worker's poll: is anything due, lost, or claimable, and when is the next job due?

@@ -10,6 +10,8 @@ seconds. Our connections use timeout 0 and try BEGIN IMMEDIATE again every 0.5 t
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import random
 import re
@@ -63,6 +65,9 @@ LOCK_PATIENCE = 10.0
 TURN_PATIENCE = 0.5
 UPKEEP_PATIENCE = 0.5
 """Upkeep can wait for its next round; the worker that does it has leases to renew."""
+
+CHECKPOINT_CHANGES, VAIN_SHARE = 1_500, 20
+"""A worker checkpoints after so many changed rows; tries that move nothing may take a twentieth of its time."""
 
 _NEW_COLUMNS = (
     "id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, "
@@ -141,7 +146,18 @@ RELEASE_UNKNOWN = """
 UPDATE {jobs} SET state = 0, token = NULL, lease_until = NULL, attempt = attempt - 1, ready_at = :now, updated_at = :now
 WHERE state = 1 AND worker = :worker AND id = :id
 """
-RUNNING_OF = "SELECT id FROM {jobs} WHERE state = 1 AND worker = :worker"
+# One whose lease has ended may have begun: it is a lapse, for the sweep.
+RUNNING_OF = "SELECT id, token FROM {jobs} WHERE state = 1 AND worker = :worker AND lease_until > :now"
+
+# After the clock went back: a claim that was renewed in what is now the future counts as renewed now. Its worker, if it lives, does so
+# in time; if it died, the job would wait for the clock to come round to the old end of its lease.
+AHEAD = f"""
+SELECT 1 FROM {{jobs}} WHERE state = 1 AND lease_until > {SQLITE_NOW} + :offset AND updated_at > {SQLITE_NOW} + :offset LIMIT 1
+"""
+SHORTEN = """
+UPDATE {jobs} SET lease_until = :now + (lease_until - updated_at), updated_at = :now
+WHERE state = 1 AND lease_until > :now AND updated_at > :now
+"""
 
 ANY_DUE = f"""
 SELECT now, EXISTS (SELECT 1 FROM {{jobs}} WHERE state = 0 AND ready_at IS NULL AND run_at <= now),
@@ -211,6 +227,31 @@ _BUSY, _LOCKED, _CANNOT_OPEN, _NOT_A_DATABASE, _SNAPSHOT = 5, 6, 14, 26, 517
 _CONNECTION_CODES = {8, 10, 13, _CANNOT_OPEN}
 
 
+class OwnConnection(sqlite3.Connection):
+    """Knows which file it opened. The name may lead to another one by now, or nowhere, and SQLite goes on in the old one without a
+    word: what is written there is gone."""
+
+    def opened(self, path: str) -> None:
+        self._path, self._file = os.path.abspath(path), _file_of(path)
+
+    def check(self) -> None:
+        """Raises ConnectionLost. A look at the folder, two microseconds."""
+        if _file_of(self._path) != self._file:
+            raise ConnectionLost(_GONE if _file_of(self._path) is None else _REPLACED)
+
+
+def _file_of(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+_GONE = "the SQLite file of this queue was deleted or moved away while it was in use; put it back, or stop and start anew with another"
+_REPLACED = "the SQLite file of this queue was replaced by another one while it was in use"
+
+
 class SqliteSession:
     """One of dbqueue's own connections; outside a transaction each statement commits by itself."""
 
@@ -218,7 +259,11 @@ class SqliteSession:
         self.connection = connection
         self.guarded = False
         self.changed = 0
+        self.seen, self.shortened = 0, False
+        """The database's clock as it was seen last, and whether claims from the future were looked for since it went back."""
         self._cursor = connection.cursor()
+        self._checkpoint_at, self._checkpoint_after = math.inf, 0
+        self._moved = 0
 
     def execute(self, statement: str, params: Any = None) -> list[Row]:
         cursor = self._cursor.execute(statement, params or {})
@@ -229,7 +274,11 @@ class SqliteSession:
         """Runs the statement once for each set of parameters; returns the sum of the row counts."""
         return self._cursor.executemany(statement, params).rowcount
 
-    def dedicate(self) -> None: ...
+    def dedicate(self) -> None:
+        """A worker commits hundreds of times a second, and moves the log into the file itself. SQLite would try after every commit
+        once the log is long, and each try sorts all of it, in vain as long as somebody reads an old snapshot."""
+        self._cursor.execute("PRAGMA wal_autocheckpoint=0")
+        self._checkpoint_at = 0.0
 
     def begin(self, deadline: float | None = None) -> None:
         """Takes the write lock; ``deadline`` is a time of time.monotonic(). Raises WouldDeadlock when this thread holds it."""
@@ -251,8 +300,23 @@ class SqliteSession:
                     )
             time.sleep(random.uniform(0.0005, 0.002))
 
+    def check(self) -> None:
+        if isinstance(self.connection, OwnConnection):
+            self.connection.check()
+
     def commit(self) -> None:
         self._cursor.execute("COMMIT")
+        if time.monotonic() >= self._checkpoint_at and self.connection.total_changes >= self._checkpoint_after:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        began, moved = time.monotonic(), self._moved
+        with contextlib.suppress(sqlite3.Error):  # what was to be done is committed; the next statement tells
+            _, _, self._moved = self._cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()[0]
+        now = time.monotonic()
+        # One that moves something is worth its time, and without it the log would outgrow every pause.
+        self._checkpoint_at = now if self._moved != moved else now + VAIN_SHARE * (now - began)
+        self._checkpoint_after = self.connection.total_changes + CHECKPOINT_CHANGES
 
     def rollback(self) -> None:
         if self.connection.in_transaction:
@@ -272,16 +336,24 @@ class Sqlite:
         self.path = check_path(url)
         self._sqlalchemy = pysqlite.dialect(paramstyle="named")
         self._texts: dict[str, str] = {}
+        self._known = False
 
     # -- connections -------------------------------------------------------------------------------------------------
 
     def connect(self, url: sqlalchemy.URL | None = None) -> sqlite3.Connection:
+        """Creates the file only as long as this program has not seen its tables: a file that went away afterwards took them with it."""
+        if self._known and not os.path.exists(self.path):
+            raise ConnectionLost(_GONE)
         try:
             connection = sqlite3.connect(
-                self.path, timeout=0, isolation_level=None, check_same_thread=False, cached_statements=256
-            )
+                self.path, timeout=0, isolation_level=None, check_same_thread=False, cached_statements=256,
+                factory=OwnConnection,
+            )  # fmt: skip
             try:
                 self._prepare(connection)
+                connection.opened(self.path)
+                if self._known and self.database_id(self.session(connection)) is None:
+                    raise ConnectionLost(f"{_REPLACED}, which has none of dbqueue's tables")
             except BaseException:
                 connection.close()
                 raise
@@ -341,7 +413,9 @@ class Sqlite:
         connection.execute("PRAGMA foreign_keys=OFF")
 
     def session(self, driver_connection: sqlite3.Connection) -> SqliteSession:
-        return SqliteSession(driver_connection)
+        session = SqliteSession(driver_connection)
+        session.check()
+        return session
 
     def classify(self, error: BaseException) -> type[QueueError] | None:
         """Which of our errors a driver's error is; None: not an error of the database."""
@@ -398,6 +472,7 @@ class Sqlite:
         if not session.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = :name", {"name": table}):
             return None
         rows = session.execute(self._text("SELECT value FROM {meta} WHERE name = 'database_id'"))
+        self._known = self._known or bool(rows)
         return rows[0][0] if rows else None
 
     # -- producers ---------------------------------------------------------------------------------------------------
@@ -438,6 +513,7 @@ class Sqlite:
         """Settle, renew, claim in one transaction. A worker's loop has timeouts and signals to watch too, so it tries for the write
         lock only for a moment: what was not settled or renewed is asked again in the next turn."""
         assert isinstance(session, SqliteSession)
+        session.check()
         patience = min(TURN_PATIENCE, turn.lease / 4_000_000) if turn.lease else 2 * TURN_PATIENCE
         session.begin(time.monotonic() + patience)
         try:
@@ -519,13 +595,13 @@ class Sqlite:
     def probe(self, session: OwnSession, queues: tuple[str, ...]) -> bool:
         return any(session.execute(self._text(PROBE), {"queue": queue}) for queue in queues)
 
-    def release_unknown(self, session: OwnSession, worker: str, known: Sequence[bytes]) -> int:
+    def release_unknown(self, session: OwnSession, worker: str, known: Sequence[Held]) -> int:
         assert isinstance(session, SqliteSession)
         session.begin()
         try:
-            now, kept = self.now(session), set(known)
-            mine = [row[0] for row in session.execute(self._text(RUNNING_OF), {"worker": worker})]
-            lost = [{"id": job_id, "worker": worker, "now": now} for job_id in mine if job_id not in kept]
+            now, kept = self.now(session), {(held.id, held.token) for held in known}
+            mine = session.execute(self._text(RUNNING_OF), {"worker": worker, "now": now})
+            lost = [{"id": claim[0], "worker": worker, "now": now} for claim in mine if tuple(claim) not in kept]
             released = session.execute_all(self._text(RELEASE_UNKNOWN), lost) if lost else 0
             session.commit()
         except BaseException:
@@ -539,8 +615,10 @@ class Sqlite:
         """A read first: idle workers must not fight for the write lock. Writes only when something is due; the one read tells about
         leases too, so ``expire`` makes no difference."""
         assert isinstance(session, SqliteSession)
+        session.check()
         promoted = again = dead = unknown = 0
         row = session.execute(self._text(ANY_DUE), {"offset": self.clock.offset})[0]
+        self._shorten(session, row[0])
         if row[1] or row[2]:
             session.begin(time.monotonic() + UPKEEP_PATIENCE)
             try:
@@ -554,6 +632,22 @@ class Sqlite:
                 raise
             row = session.execute(self._text(ANY_DUE), {"offset": self.clock.offset})[0]
         return Due(row[0], promoted, again, dead, unknown, row[3], row[4])
+
+    def _shorten(self, session: SqliteSession, now: int) -> None:
+        if now < session.seen:
+            session.shortened = False
+        session.seen = now
+        if session.shortened:
+            return
+        if session.execute(self._text(AHEAD), {"offset": self.clock.offset}):
+            session.begin(time.monotonic() + UPKEEP_PATIENCE)
+            try:
+                session.execute(self._text(SHORTEN), {"now": self.now(session)})
+                session.commit()
+            except BaseException:
+                session.rollback()
+                raise
+        session.shortened = True
 
     def _expire(self, session: SqliteSession, now: int, limit: int) -> tuple[int, int, int]:
         counts = {State.PENDING: 0, State.DEAD: 0, State.UNKNOWN: 0}

@@ -11,19 +11,27 @@ SQLite: ``PRAGMA data_version`` changes when another connection commits; it read
 
 from __future__ import annotations
 
+import select
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.postgres import Postgres
 from dbqueue.database.postgres_statements import GATE_KEY
 from dbqueue.database.tables import Names
+from dbqueue.database.wire import Statement, literal
 
 KEYS = f"SELECT q.queue, {GATE_KEY.replace('{queue}', 'q.queue')} FROM unnest(%(queues)s::text[]) q(queue)"
 ANNOUNCE = "SELECT bool_and(pg_try_advisory_lock_shared(k)) FROM unnest(%(keys)s::bigint[]) k"
 WAKE = "SELECT count(*) FILTER (WHERE pg_advisory_unlock_shared(k)) FROM unnest(%(keys)s::bigint[]) k"
 OPEN_SINCE = "SELECT pg_current_xact_id()::text::bigint"
 OLDEST_OPEN = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+
+
+PATIENCE = 2.0
+"""Seconds for an answer on the listening connection. One that fell silent, behind a firewall that forgot it or a proxy that hangs,
+must not hold up the loop, which has leases to renew: it is given up like a lost one, and polling serves until there is another."""
 
 
 class Sleeper(Protocol):
@@ -88,23 +96,42 @@ class Listener:
         self._connection = dialect.connect(url)
         try:
             rows = self._run(KEYS, {"queues": list(queues), "salt": names.salt})
-            self._keys = [key for _, key in rows]
+            self._keys = [int(key) for _, key in rows]
             for key in self._keys:
-                self._connection.execute(f'LISTEN "dbqueue_{key & 0xFFFFFFFFFFFFFFFF:x}"')
+                self._run(f'LISTEN "dbqueue_{key & 0xFFFFFFFFFFFFFFFF:x}"')
         except BaseException:
             self._connection.close()
             raise
         self.announced = self.settled = False
         self._since = 0
         self._heard = False
-        # The driver hands over here what arrives in the middle of a statement of ours; ``heard`` would not find it on the wire.
-        self._connection.add_notify_handler(self._note)
 
-    def _note(self, notification: Any) -> None:
-        self._heard = True
+    def _run(self, statement: str, params: Mapping[str, Any] | None = None) -> list[tuple[str, ...]]:
+        """The rows as texts. Below the cursor, which would wait for ever. Raises the driver's error, also after PATIENCE."""
+        from psycopg import OperationalError, errors, pq
 
-    def _run(self, statement: str, params: Any = None) -> list[Any]:
-        return list(self._connection.execute(statement, params).fetchall())
+        wire, compiled = self._connection.pgconn, Statement.of(statement)
+        wire.send_query_params(compiled.text, [literal((params or {})[name]) for name in compiled.names])
+        poll, until, results = select.poll(), time.monotonic() + PATIENCE, []
+        poll.register(wire.socket, select.POLLIN)
+        while True:
+            while wire.flush() or wire.is_busy():
+                if not poll.poll(max(0.0, until - time.monotonic()) * 1_000):
+                    raise OperationalError("no answer on the listening connection")
+                wire.consume_input()
+            result = wire.get_result()
+            if result is None:
+                break
+            results.append(result)
+        result = results[-1]
+        if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
+            raise errors.error_from_result(result)
+        while wire.notifies():  # it came in the middle of the statement: ``heard`` would not find it on the wire
+            self._heard = True
+        return [
+            tuple(result.get_value(row, column).decode() for column in range(result.nfields))
+            for row in range(result.ntuples)
+        ]
 
     def fileno(self) -> int | None:
         return int(self._connection.fileno())
@@ -120,15 +147,15 @@ class Listener:
     def announce(self) -> None:
         """One try for the locks, and no waiting: a producer may hold one for a moment, or for ever if it died inside its statement.
         Refused: ``announced`` stays False, nobody rings for us, and the caller tries again later."""
-        if self._run(ANNOUNCE, {"keys": self._keys})[0][0]:
+        if self._run(ANNOUNCE, {"keys": self._keys})[0][0] == "t":
             self.announced, self.settled = True, False
-            self._since = self._run(OPEN_SINCE)[0][0]
+            self._since = int(self._run(OPEN_SINCE)[0][0])
         else:
             self._run("SELECT pg_advisory_unlock_all()")
 
     def look(self) -> None:
         """Settled once every transaction that was open at the announcement has ended. The worker claims after each look."""
-        self.settled = self._run(OLDEST_OPEN)[0][0] > self._since
+        self.settled = int(self._run(OLDEST_OPEN)[0][0]) > self._since
 
     def wake(self) -> None:
         """Producers need not ring any more."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from dbqueue import events
-from dbqueue.database.tables import ClaimedRow, Fact, Settlement
+from dbqueue.database.tables import ClaimedRow, Fact, Held, Settlement
 from dbqueue.retry import Backoff
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.execute import Work
@@ -37,7 +37,7 @@ class Claims:
         self._unsettled: dict[Work, Running] = {}
         self._look_at = NEVER
         """Before this, no timeout passes, no lease ends and no renewal is due: most turns need not look at every claim."""
-        self._given_up: set[bytes] = set()
+        self._given_up: list[Held] = []
         self.done = self.released = 0
         self.next_retry = NEVER
         """When the soonest retry settled since the last look is due: our own commit wakes nobody."""
@@ -48,9 +48,9 @@ class Claims:
     def __contains__(self, running: Running) -> bool:
         return running.work in self._running
 
-    def ids(self) -> list[bytes]:
-        """Jobs whose rows may rightly say that this worker has them."""
-        return [*(running.row.id for running in self._running.values()), *self._given_up]
+    def known(self) -> list[Held]:
+        """Claims whose rows may rightly say that this worker has them."""
+        return [*(running.held for running in self._running.values()), *self._given_up]
 
     def next_at(self, *, connected: bool) -> float:
         """When something is to be done about one of them; without a connection only timeouts are watched."""
@@ -177,7 +177,7 @@ class Claims:
         if running.settlement is not None and running.settlement.summary is not None:
             running.settlement = replace(running.settlement, summary=None)
         else:
-            self._given_up.add(running.row.id)
+            self._given_up.append(running.held)
             self._lose(running)
 
     def not_renewed(self, running: Running, now: float) -> None:

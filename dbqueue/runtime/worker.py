@@ -63,6 +63,8 @@ SWEEP_PAUSE = 0.02
 everywhere."""
 BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 """Seconds until the next try when the whole database is busy: SQLite's write lock, a deadlock."""
+BUSY_TOLD = 2.0
+"""Seconds after which people are told that somebody holds a lock on the whole of it: until then it is routine."""
 
 
 class Worker:
@@ -91,8 +93,9 @@ class Worker:
         self.wake = Wake()
         self.slots = self._make_slots(size)
         self.connection = Connection(
-            self.database, self.name, self.queues, poll=self.poll, listen=not self.options.once
-        )
+            self.database, self.name, self.queues, poll=self.poll, listen=not self.options.once,
+            lease=self.lease / 1e6,
+        )  # fmt: skip
         self.upkeep = Upkeep(
             self.dialect, self.queues, poll=self.poll, lease=self.lease / 1e6,
             history=max(job_settings.history_ms / 1000, SHORTEST_HISTORY),
@@ -107,6 +110,7 @@ class Worker:
         self._busy_pause = BUSY_FIRST
         self._careful = False
         self._troubles: dict[str, float] = {}
+        self._held_up: dict[str, float] = {}
 
     def _make_slots(self, size: int) -> Slots:
         if self.options.pool == "threads":
@@ -161,6 +165,7 @@ class Worker:
         """From any thread or a signal handler. First call: claim nothing more and let running jobs end within
         ``shutdown`` seconds. Second call: cancel them, hand them back and end."""
         self.stopping.ask(reason, self.options.shutdown)
+        self.connection.hurry()
         self.wake.ring()
 
     def step(self) -> float:
@@ -175,14 +180,15 @@ class Worker:
             self._end("too many slots hold jobs that ignore their timeout")
         if self.stopping.begun:
             self._shut_down()
-        if self.connection.ready(self.claims.ids):
+        if self.connection.ready(self.claims.known):
             try:
                 self._turn()
                 self._maintain()
                 self._end_if_done()
             except ConnectionLost as error:
                 self.connection.lost(error)
-            except DatabaseBusy:  # of the whole database: SQLite's write lock, a deadlock
+            except DatabaseBusy as error:  # of the whole database: SQLite's write lock, a deadlock, a locked table
+                self._busy("turn", error)
                 self._turn_after = time.monotonic() + self._busy_pause * random.uniform(0.5, 1.5)
                 self._busy_pause = min(self._busy_pause * 2, BUSY_MOST)
             except QueueError as error:
@@ -277,6 +283,7 @@ class Worker:
             log.exception("worker %s: a turn failed", self.name)
             raise DatabaseError(f"the turn failed ({type(error).__name__})") from error
         self._busy_pause = BUSY_FIRST
+        self._not_busy("turn")
         self.connection.worked()
         self.claims.settled(settling, result.settled)
         self.claims.renewed(renewing, result.renewed, now)
@@ -366,6 +373,14 @@ class Worker:
         if since is not None:
             events.emit(events.DatabaseBack(self.name, time.monotonic() - since, 0))
 
+    def _busy(self, what: str, error: QueueError) -> None:
+        if time.monotonic() - self._held_up.setdefault(what, time.monotonic()) >= BUSY_TOLD:
+            self._trouble("lock", error)
+
+    def _not_busy(self, what: str) -> None:
+        if self._held_up and self._held_up.pop(what, 0.0) and not self._held_up:
+            self._went_well("lock")
+
     def _one_by_one(self, settling: Sequence[Running], renewing: Sequence[Running], now: float) -> None:
         """After a refusal: every row on its own. An error that is not the row's own leaves the rest for the next
         try."""
@@ -397,13 +412,15 @@ class Worker:
                 found = self.upkeep.run(session)
         except ConnectionLost:
             raise
-        except DatabaseBusy:
+        except DatabaseBusy as error:
             self._drained = False
+            self._busy("upkeep", error)
         except QueueError as error:
             self._drained = False
             self._trouble("upkeep", error)
         else:
             if found is not None:
+                self._not_busy("upkeep")
                 self._went_well("upkeep")
                 self.connection.worked()
             if found:

@@ -9,7 +9,7 @@ import pytest
 from dbqueue import jobs
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
-from dbqueue.database.tables import FINISHED_COLUMNS, JOB_COLUMNS, ClaimedRow, Fact, Settlement, Turn
+from dbqueue.database.tables import FINISHED_COLUMNS, JOB_COLUMNS, ClaimedRow, Fact, Held, Settlement, Turn
 from dbqueue.ids import ZERO, new_id, new_token
 from dbqueue.states import Kind, OnCrash, State
 from tests.factory import LEASE, Job, Row, claim_turn, make, new_job, now, rows, set_columns
@@ -285,9 +285,11 @@ def test_bury_keeps_the_payload(db: Database) -> None:
 def test_release_unknown_hands_back_only_what_the_worker_does_not_know(db: Database, session: OwnSession) -> None:
     known = make(db, State.RUNNING, worker="me")
     lost = [make(db, State.RUNNING, worker="me", **FULL | {"key": None}), make(db, State.RUNNING, worker="me")]
+    earlier = Held(lost[1].id, new_token())
+    """A claim of the same job that it had before: it does not know the present one."""
     others = make(db, State.RUNNING, worker="you")
     before, at = rows(db), Between(db)
-    assert db.dialect.release_unknown(session, "me", [known.id]) == 2
+    assert db.dialect.release_unknown(session, "me", [known.held, earlier]) == 2
     after = rows(db)
     for job in lost:
         row = after.jobs[job.id]
@@ -297,7 +299,7 @@ def test_release_unknown_hands_back_only_what_the_worker_does_not_know(db: Datab
         }  # fmt: skip
     for job in (known, others):
         assert after.jobs[job.id] == before.jobs[job.id]
-    assert db.dialect.release_unknown(session, "me", [known.id]) == 0
+    assert db.dialect.release_unknown(session, "me", [known.held]) == 0
     assert settle(db, lost[0].settlement(State.SUCCEEDED)) is Fact.LOST
 
 

@@ -57,6 +57,7 @@ class Job:
     lapses: int = 0
     token: bytes | None = None
     lease_until: int = 0
+    renewed_at: int = 0
     settled: tuple[bytes, State] | None = None
     """The last settlement, as long as nothing else happened to the job."""
     payload: bool = True
@@ -206,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
         for row in claimed:
             job = self.touch(self.model[row.id])
             job.state, job.ready, job.attempt, job.settled = State.RUNNING, False, job.attempt + 1, None
-            job.token, job.lease_until = token, self.clock + lease
+            job.token, job.renewed_at, job.lease_until = token, self.clock, self.clock + lease
             assert (row.token, row.attempt, row.lapses, row.key) == (token, job.attempt, job.lapses, job.key)
         self.claims += [Claim(row.id, token, worker, row.attempt >= row.max_attempts) for row in claimed]
 
@@ -274,19 +275,23 @@ class QueueMachine(RuleBasedStateMachine):
         for claim, fact in zip(asked, facts, strict=True):
             assert fact is (Fact.RENEWED if self._owns(claim) else Fact.LOST)
             if fact is Fact.RENEWED:
-                self.touch(self.model[claim.id]).lease_until = self.clock + lease
+                job = self.touch(self.model[claim.id])
+                job.renewed_at, job.lease_until = self.clock, self.clock + lease
 
     @precondition(lambda self: self.claims)
     @rule(worker=st.sampled_from(WORKERS), data=st.data())
     def come_back_from_a_lost_connection(self, worker: int, data: st.DataObject) -> None:
         self.sessions[worker].close()
         self.sessions[worker] = self.db.open_session()
-        kept = [claim.id for claim in self._draw_claims(data)]
+        kept = [Held(claim.id, claim.token) for claim in self._draw_claims(data)]
+        known = {(held.id, held.token) for held in kept}
         name = f"worker {worker}"
         lost = [
             id_
             for id_, row in self.seen.jobs.items()
-            if (row["worker"], row["state"]) == (name, State.RUNNING) and id_ not in kept
+            if (row["worker"], row["state"]) == (name, State.RUNNING)
+            and (id_, row["token"]) not in known
+            and self.model[id_].lease_until > self.clock
         ]
         assert self.dialect.release_unknown(self.sessions[worker], name, kept) == len(lost)
         for job_id in lost:
@@ -303,6 +308,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def upkeep(self, worker: int) -> None:
         self._await_sweep(worker, "upkeep")
+        self.shorten(worker)
         due = self.dialect.upkeep(self.sessions[worker], 100, QUEUES)
         found = {"promoted": 0, "again": 0, "dead": 0, "unknown": 0}
         for job in self.model.values():
@@ -324,6 +330,15 @@ class QueueMachine(RuleBasedStateMachine):
         assert {name: getattr(due, name) for name in found} == found
         waiting = [job.run_at for job in self.model.values() if job.state is State.PENDING and not job.ready]
         self._about(due.next_run, min(waiting, default=None))
+
+    def shorten(self, worker: int) -> None:
+        """What upkeep does first, where the clock went back since this session looked, or the session is new."""
+        session: Any = self.sessions[worker]
+        getattr(session, "marks", session).shortened = False
+        for job in self.model.values():
+            if job.state is State.RUNNING and job.renewed_at > self.clock:
+                self.touch(job).lease_until -= job.renewed_at - self.clock
+                job.renewed_at = self.clock
 
     def prune(self) -> None:
         states = [State.SUCCEEDED, State.DEAD, State.DISCARDED]

@@ -16,7 +16,7 @@ import pytest
 from dbqueue import ConnectionLost, DBQueue, JobRef, LostClaim, Target
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
-from dbqueue.database.tables import Fact, Turn
+from dbqueue.database.tables import Fact, Held, Turn
 from dbqueue.ids import as_uuid
 from dbqueue.states import Kind, State
 from tests.factory import LEASE, claim_turn, make, new_job, rows
@@ -170,7 +170,7 @@ def test_claim(proxy: Proxy, queue: DBQueue, direct: Database, worker: OwnSessio
         taken = [job.id for job in made if rows(direct).state(job.id) is State.RUNNING]
         assert len(taken) == (2 if loss == "answer" else 0)
         dialect = queue.database.dialect
-        assert dialect.release_unknown(session, "w", [held.id]) == len(taken)
+        assert dialect.release_unknown(session, "w", [Held(held.id, held.token)]) == len(taken)
         after = rows(direct)
         assert {job.id: after.jobs[job.id]["attempt"] for job in made} == {job.id: 0 for job in made}
         assert [after.jobs[id_] for id_ in (held.id, others.id)] == [before.jobs[id_] for id_ in (held.id, others.id)]

@@ -225,7 +225,7 @@ def test_behind_a_transaction_pooler_nothing_is_prepared(db: Database) -> None:
 @pytest.mark.databases("postgres")
 @pytest.mark.req("D11")
 @pytest.mark.parametrize(
-    ("how", "error"), [("pg_terminate_backend", ConnectionLost), ("pg_cancel_backend", DatabaseError)]
+    ("how", "error"), [("pg_terminate_backend", ConnectionLost), ("pg_cancel_backend", DatabaseBusy)]
 )
 def test_a_turn_that_is_ended_under_way_raises_and_changes_nothing(
     db: Database, session: OwnSession, how: str, error: type[Exception]

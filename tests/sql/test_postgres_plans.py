@@ -268,7 +268,7 @@ def test_the_holders_of_many_keys(big: Database, worker: PostgresSession, mode: 
 def test_release_unknown(big: Database, worker: PostgresSession, mode: str) -> None:
     """Once after a lost connection: it may read the running jobs, and nothing else."""
     text = big.dialect.names.fill(postgres_statements.RELEASE_UNKNOWN)
-    params = {"offset": 0, "worker": "nobody", "known": [new_id().hex()]}
+    params = {"offset": 0, "worker": "nobody", "ids": [new_id().hex()], "tokens": [new_token().hex()]}
     plan = explain(worker, text, params, mode)
     assert not plan.sequential
     assert LEASES in plan.indexes

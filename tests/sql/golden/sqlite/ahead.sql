@@ -1,0 +1,1 @@
+SELECT 1 FROM "dbqueue_jobs" WHERE state = 1 AND lease_until > CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset AND updated_at > CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset LIMIT 1
