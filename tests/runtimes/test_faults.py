@@ -163,12 +163,12 @@ def test_a_server_that_takes_everything_and_answers_nothing(
         relay.freeze()
         began = time.monotonic()
         trouble = told.wait(events.DatabaseTrouble)[0]
-        assert 0.5 < time.monotonic() - began < 3.0
+        assert 0.5 < time.monotonic() - began < 6.0
         assert trouble.error == "ConnectionLost: no answer for 1 s"
         more = watching.enqueue(*range(10))
         work.go.set()
         wait_for(lambda: stopped, 5)
-        assert stopped[0] < 3.5, "nobody watched its time meanwhile"
+        assert stopped[0] < 5.0, "nobody watched its time meanwhile"
         relay.thaw()
         told.wait(events.DatabaseBack, deadline=15)
         for job in (*first, *more):

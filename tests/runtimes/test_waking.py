@@ -56,6 +56,7 @@ class Stage:
 @pytest.fixture
 def stage(make_queue: MakeQueue) -> Iterator[Stage]:
     queue, other = make_queue(poll=POLL), make_queue()  # a producer's own poll tells nothing about a worker's
+    other.counts()  # its first connection takes a while on a busy machine
     starts: dict[int, float] = {}
     go = threading.Event()
 
