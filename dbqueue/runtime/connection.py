@@ -208,9 +208,11 @@ class Connection:
                 if not self._opening.done:
                     return False
                 opening, self._opening = self._opening, None
+                first = not self._made_at  # nothing was claimed under this name before it, and on SQLite a release waits for the lock
                 self._take(opening.take())
-                self._released = self._release(known)
-                self._release_at = now + SECOND_RELEASE
+                if not first:
+                    self._released = self._release(known)
+                    self._release_at = now + SECOND_RELEASE
                 self.news = True
             elif now >= self._release_at:
                 self._release_at = now + SECOND_RELEASE
