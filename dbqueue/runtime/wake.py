@@ -34,6 +34,8 @@ class Wake:
         """Returns whether the database had news. Raises the driver's error when the listening connection is gone."""
         until = time.monotonic() + min(max(0.0, seconds), LONGEST)
         own, number = self._reader.fileno(), None if sleeper is None else sleeper.fileno()
+        if sleeper is not None and number is not None and sleeper.heard():
+            return True  # it arrived in the middle of a statement of the sleeper's own: there is nothing left to read
         while True:
             left = max(0.0, until - time.monotonic())
             interval = None if sleeper is None else sleeper.interval

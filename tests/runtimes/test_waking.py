@@ -16,6 +16,7 @@ import pytest
 
 import dbqueue
 from dbqueue import DBQueue, events, ids
+from dbqueue.runtime.wake import Wake
 from dbqueue.states import State
 from dbqueue.targets import Target
 from tests.factory import make
@@ -105,6 +106,23 @@ def test_a_job_wakes_the_worker(stage: Stage) -> None:
             lags.append(stage.start(n) - enqueued)
     assert max(lags) < SOON
     assert statistics.median(lags) < 0.1
+
+
+@pytest.mark.databases("postgres")
+def test_a_notification_in_the_middle_of_a_look_is_heard(stage: Stage) -> None:
+    """What a statement of the sleeper's own has read from the wire does not make the descriptor readable any more."""
+    database = stage.queue.database
+    with contextlib.closing(database.open_session()) as session, contextlib.closing(Wake()) as wake:
+        sleeper = database.sleeper(session, ("default",))
+        assert sleeper is not None
+        with contextlib.closing(sleeper):
+            sleeper.announce()
+            assert sleeper.announced
+            stage.elsewhere.enqueue(Number(0))
+            sleeper.look()
+            began = time.monotonic()
+            assert wake.wait(20, sleeper)
+            assert time.monotonic() - began < SOON
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
