@@ -10,7 +10,7 @@ jobs are written by its own commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ class Block:
     def __init__(self, caller: Caller | Buffer, outer: Block | None) -> None:
         self._caller: Caller | Buffer | None = caller
         self.outer = outer
+        self._on_end: list[Callable[[], None]] = []
 
     @property
     def closed(self) -> bool:
@@ -68,9 +69,15 @@ class Block:
         check_database(database, session)
         return session
 
+    def at_end(self, call: Callable[[], None]) -> None:
+        """``call`` runs when the block ends, however it ends; whether its transaction commits is not known by then."""
+        self._on_end.append(call)
+
     def close(self) -> None:
         """Lets go of the caller's connection too: a thread that inherited the block may keep it for long."""
         self._caller = None
+        for call in self._on_end:
+            call()
 
 
 def current() -> Block | None:

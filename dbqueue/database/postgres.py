@@ -14,6 +14,7 @@ parameter there the generic plan looks dear and each execution is planned anew. 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ from dbqueue.database.postgres_statements import (
     LOOK,
     NOW,
     PLANNING,
+    POST,
     PROBE,
     PROMOTE,
     PRUNE,
@@ -61,6 +63,7 @@ from dbqueue.database.tables import (
     Enqueued,
     Fact,
     Held,
+    Letter,
     Names,
     NewJob,
     Settlement,
@@ -73,6 +76,8 @@ from dbqueue.ids import as_bytes
 from dbqueue.states import State, allowed
 
 T = TypeVar("T")
+
+PORTABLE_NOW = NOW.replace("%(offset)s", ":offset")
 
 # SQLSTATEs that say: this connection, or the server behind it, is of no use; take another one.
 _CONNECTION_STATES = ("08", "57P01", "57P02", "57P03", "57P05", "25006", "25P03", "25P04", "53300", "3D000")
@@ -155,6 +160,8 @@ class Postgres:
         self._settle_fast, self._settle, self._already = fill(SETTLE_FAST), fill(SETTLE), fill(ALREADY)
         self._renew, self._probe, self._release_unknown = fill(RENEW), fill(PROBE), fill(RELEASE_UNKNOWN)
         self._look = fill(LOOK)
+        self._portable: dict[str, str] = {}
+        self._post = fill(POST).replace("{notify}", str(notify).lower())
         self._sweep_texts: dict[int, str] = {}
         self._marked_texts: dict[int, str] = {}
 
@@ -216,6 +223,13 @@ class Postgres:
     def compile(self, core_statement: Any) -> tuple[str, dict[str, Any]]:
         compiled = core_statement.compile(dialect=self._sqlalchemy, compile_kwargs={"render_postcompile": True})
         return str(compiled), {k: v.hex() if isinstance(v, bytes) else v for k, v in compiled.params.items()}
+
+    def portable(self, text: str) -> str:
+        known = self._portable.get(text)
+        if known is None:
+            filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", self.names.fill(text).replace("{now}", PORTABLE_NOW))
+            known = self._portable[text] = filled
+        return known
 
     def _clock(self) -> dict[str, Any]:
         return {"offset": self.clock.offset}
@@ -296,12 +310,23 @@ class Postgres:
         return {
             "target": job.target, "fingerprint": job.fingerprint, "queue": job.queue, "priority": job.priority,
             "run_at": job.run_at, "delay": job.delay, "max_attempts": job.max_attempts, "timeout_ms": job.timeout_ms,
-            "on_crash": int(job.on_crash), "source": job.source, "sequence": job.sequence,
+            "on_crash": int(job.on_crash), "source": job.source, "sequence": job.sequence, "head": job.head, "ttl": job.ttl,
             "offset": self.clock.offset, "salt": self.names.salt,
         }  # fmt: skip
 
     def exists(self, session: Session, job_id: bytes) -> bool:
         return bool(session.execute(self._exists, {"id": job_id.hex()}))
+
+    # -- the log of short-lived messages -----------------------------------------------------------------------------
+
+    def mail_session(self) -> None:
+        """The log lies beside the other tables."""
+
+    def post(self, session: Session, letter: Letter) -> None:
+        session.execute(self._post, self._clock() | {
+            "exchange": letter.exchange, "routing_key": letter.routing_key, "head": letter.head, "payload": letter.payload,
+            "ttl": letter.ttl, "queues": list(letter.bells), "salt": self.names.salt,
+        })  # fmt: skip
 
     # -- executors ---------------------------------------------------------------------------------------------------
 

@@ -127,6 +127,13 @@ class Connection:
             with contextlib.suppress(Exception):
                 session.close()
 
+    def listen_to(self, queues: tuple[str, ...]) -> None:
+        """The names to be woken for are other ones now; an empty tuple: none."""
+        if queues != self._queues:
+            self._queues = queues
+            self.stop_listening()
+            self._listen_at = 0.0 if queues else NEVER
+
     # -- listening and sleeping --------------------------------------------------------------------------------------
 
     def _listen(self) -> None:

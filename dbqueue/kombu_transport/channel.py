@@ -1,0 +1,509 @@
+"""A channel: kombu's calls as verbs on the database.
+
+What is published joins the caller's transaction inside ``dbqueue.using(...)``, declarations included, so that both commit or
+neither; remote control, events and replies never do. Messages arrive in the inbox, filled by the station's thread, and are
+delivered on the thread that drains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from amqp.exceptions import ChannelError
+from amqp.protocol import queue_declare_ok_t
+from kombu.transport import virtual
+from kombu.transport.base import to_rabbitmq_queue_arguments
+from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
+from kombu.utils.json import dumps
+from kombu.utils.uuid import uuid
+
+from dbqueue import routing
+from dbqueue.database import joined
+from dbqueue.database.dialect import Session
+from dbqueue.database.tables import Letter, NewJob
+from dbqueue.errors import ConnectionLost, Unroutable
+from dbqueue.kombu_transport import ledger as ends
+from dbqueue.kombu_transport import message as messages
+from dbqueue.kombu_transport.ledger import Delivery
+from dbqueue.kombu_transport.station import ALIVE, Station
+from dbqueue.mail import Binding, Item, bells
+from dbqueue.routing import Exchange, Queue, Route
+
+if TYPE_CHECKING:
+    from dbqueue.kombu_transport.transport import Transport
+
+log = logging.getLogger("dbqueue.kombu")
+
+T = TypeVar("T")
+
+UNLIMITED_PREFETCH = 32
+"""Messages in the inbox of a channel without a prefetch limit."""
+IN_ORDER_PATIENCE = 1.0
+LETTER_LIFE = 300.0
+"""Seconds that a short-lived message is kept at most."""
+
+
+@dataclass(frozen=True)
+class Consumer:
+    tag: str
+    queue: str
+    no_ack: bool
+    callback: Callable[[Any], Any]
+    bindings: tuple[Binding, ...]
+    brief: bool
+
+
+class Channel(virtual.Channel):
+    supports_fanout = True
+    exchange_types: Any = dict(STANDARD_EXCHANGE_TYPES)  # noqa: RUF012 - each channel makes its own in its place
+    from_transport_options: tuple[str, ...] = ()
+
+    def __init__(self, connection: Transport, **kwargs: Any) -> None:
+        super().__init__(connection, **kwargs)
+        self.closed: bool = False
+        self.station: Station = connection.station
+        self.key = id(self)
+        self.prefetch = 0
+        self._by_tag: dict[str, Consumer] = {}
+        self._inbox: deque[tuple[str, Delivery | Item]] = deque()
+        self._inbox_lock = threading.Lock()
+
+    # -- whose transaction -------------------------------------------------------------------------------------------
+
+    def _do(self, verb: Callable[[Session], T], *, write: bool) -> T:
+        """In the caller's transaction inside ``using``, else in one of our own."""
+        block = joined.current()
+        if block is None or (not write and block.closed):
+            return self.station.run(verb) if write else self.station.read(verb)
+        database = self.station.database
+        block.check(database)
+        if block.buffer is not None:  # an async session is written to by its own commit only
+            return self.station.run(verb) if write else self.station.read(verb)
+        with joined.failures(database):
+            session = block.session(database)
+            if not write:
+                routing.take_lock(self.station.dialect, session)
+            block.at_end(self._forget_declared)
+            return verb(session)
+
+    def _forget_declared(self) -> None:
+        """A declaration that is rolled back must not stay in kombu's cache, or later messages vanish."""
+        transport = self.connection
+        if transport is not None and transport.client is not None:
+            transport.client.declared_entities.clear()
+
+    # -- declaring ---------------------------------------------------------------------------------------------------
+
+    def prepare_queue_arguments(self, arguments: Any, **kwargs: Any) -> Any:
+        return to_rabbitmq_queue_arguments(arguments, **kwargs)
+
+    def exchange_declare(
+        self, exchange: str | None = None, type: str = "direct", durable: bool = False, auto_delete: bool = False,
+        arguments: Any = None, nowait: bool = False, passive: bool = False,
+    ) -> None:  # fmt: skip
+        kind = type or "direct"
+        name = exchange or f"amq.{kind}"
+        dialect = self.station.dialect
+        found = self._do(lambda s: routing.exchange_type(dialect, s, name), write=False)
+        if found is None:
+            if passive:
+                raise self._not_found("exchange", name, "Channel.exchange_declare")
+            if kind not in self.exchange_types:
+                raise ChannelError(
+                    f"COMMAND_INVALID - unknown exchange type {kind!r}", (40, 10), "Channel.exchange_declare", "503"
+                )
+            declared = Exchange(name, kind, bool(durable), bool(auto_delete), dumps(arguments or {}))
+            self._do(lambda s: routing.declare_exchange(dialect, s, declared), write=True)
+        elif not passive and found != kind:
+            raise ChannelError(
+                f"PRECONDITION_FAILED - exchange {name!r} is of type {found}, not {kind}", (40, 10), "Channel.exchange_declare",
+                "406",
+            )  # fmt: skip
+
+    def exchange_delete(self, exchange: str, if_unused: bool = False, nowait: bool = False) -> None:
+        dialect = self.station.dialect
+        self._do(lambda s: routing.delete_exchange(dialect, s, exchange, if_unused=bool(if_unused)), write=True)
+
+    def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
+        name = queue or f"amq.gen-{uuid()}"
+        dialect, station = self.station.dialect, self.station
+        known = self._do(lambda s: routing.find_queue(dialect, s, name), write=False)
+        if known is None:
+            if passive:
+                raise self._not_found("queue", name, "Channel.queue_declare")
+            declared = self._declared(name, kwargs)
+            self._do(lambda s: routing.declare_queue(dialect, s, declared), write=True)
+            known = Route(name, declared.message_ttl_ms, declared.brief)
+            if declared.brief:
+                station.mail.open(name)
+        elif known.brief and not passive:
+            station.run(lambda s: routing.touch_queue(dialect, s, name))
+        station.learn(name, known)
+        if kwargs.get("nowait"):
+            return queue_declare_ok_t(name, 0, 0)
+        return queue_declare_ok_t(name, self._size(name), self._consumer_count(name))
+
+    @staticmethod
+    def _declared(name: str, options: dict[str, Any]) -> Queue:
+        arguments = options.get("arguments") or {}
+        return Queue(
+            name, bool(options.get("durable", True)), bool(options.get("auto_delete")), bool(options.get("exclusive")),
+            arguments.get("x-expires"), arguments.get("x-message-ttl"), dumps(arguments),
+        )  # fmt: skip
+
+    def _not_found(self, what: str, name: str, method: str) -> ChannelError:
+        return ChannelError(f"NOT_FOUND - no {what} {name!r}", (50, 10), method, "404")
+
+    def _has_queue(self, queue: str, **kwargs: Any) -> bool:
+        return self._do(lambda s: routing.find_queue(self.station.dialect, s, queue), write=False) is not None
+
+    def _consumer_count(self, queue: str) -> int:
+        return self._do(lambda s: routing.consumer_count(self.station.dialect, s, queue), write=False)
+
+    def queue_bind(
+        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+    ) -> None:
+        if not exchange:  # every queue is bound to the default exchange by its name
+            return
+        dialect = self.station.dialect
+        key = routing_key or ""
+        if not self._do(lambda s: routing.is_bound(dialect, s, exchange, queue, key), write=False):
+            self._do(lambda s: routing.bind(dialect, s, exchange, queue, key), write=True)
+        for consumer in list(self._by_tag.values()):
+            if consumer.queue == queue:
+                self._by_tag[consumer.tag] = self._consumer(consumer.tag, queue, consumer.no_ack, consumer.callback)
+
+    def queue_unbind(
+        self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
+    ) -> None:
+        if exchange:
+            dialect = self.station.dialect
+            self._do(lambda s: routing.unbind(dialect, s, exchange, queue, routing_key or ""), write=True)
+
+    def list_bindings(self) -> list[tuple[str, str, str]]:
+        return self._do(lambda s: routing.all_bindings(self.station.dialect, s), write=False)
+
+    def get_table(self, exchange: str) -> list[tuple[str, str, str]]:
+        return [(key, key, queue) for queue, name, key in self.list_bindings() if name == exchange]
+
+    def queue_delete(self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any) -> int:
+        if (if_empty and self._size(queue)) or (if_unused and self._consumer_count(queue)):
+            return 0
+        dialect, station = self.station.dialect, self.station
+        gone = self._do(lambda s: routing.delete_queue(dialect, s, queue), write=True)
+        station.mail.drop(queue)
+        station.forget(queue)
+        return gone
+
+    def queue_purge(self, queue: str, **kwargs: Any) -> int:
+        self._in_order()
+        purged = self._do(lambda s: routing.purge(self.station.dialect, s, queue), write=True)
+        route = self.station.facts(queue)
+        if route is not None and route.brief:
+            purged += self.station.mail.purge(queue, self._bindings(queue))
+        return purged
+
+    def _in_order(self) -> None:
+        """What this process gave back is there before it looks."""
+        if self.station.ledger.settling:
+            self.station.flush(IN_ORDER_PATIENCE)
+
+    def _size(self, queue: str) -> int:
+        self._in_order()
+        waiting = self._do(lambda s: routing.size(self.station.dialect, s, queue), write=False)
+        route = self.station.facts(queue)
+        if route is not None and route.brief:
+            waiting += self.station.mail.size(queue, self._bindings(queue))
+        return waiting
+
+    def _bindings(self, queue: str) -> tuple[Binding, ...]:
+        return tuple(self.station.read(lambda s: routing.bindings_of(self.station.dialect, s, queue)))
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any) -> None:
+        exchange, routing_key = exchange or "", routing_key or ""
+        transient = messages.is_transient(message)
+        block = joined.current()
+        joins = block is not None and not transient
+        if not exchange:
+            route = self.station.facts(routing_key)
+            found = [route or Route(routing_key)] if route is not None or not transient else []
+        elif joins:
+            found = self._do(lambda s: routing.routes(self.station.dialect, s, exchange, routing_key), write=False)
+        else:
+            found = self.station.read(lambda s: routing.routes(self.station.dialect, s, exchange, routing_key))
+        if not found and joins:
+            raise Unroutable(
+                f"no queue is bound to the exchange {exchange!r} with this routing key, so the message would be lost although your "
+                "transaction commits: declare the queue first"
+            )
+        self._send(message, exchange, routing_key, found, transient=transient, block=block if joins else None)
+
+    def _send(
+        self, message: dict[str, Any], exchange: str, routing_key: str, found: list[Route], *, transient: bool,
+        block: joined.Block | None,
+    ) -> None:  # fmt: skip
+        head = messages.head_of(message, exchange, routing_key)
+        body = messages.body_of(message)
+        brief = [route for route in found if route.brief and transient]
+        options = self.station.options
+        jobs = [
+            messages.job_of(
+                message, route.queue, head, body, queue_ttl_ms=route.message_ttl_ms, eta_lead=options.eta_lead,
+                redis=options.redis_priorities,
+            )
+            for route in found
+            if not (route.brief and transient)
+        ]  # fmt: skip
+        if jobs and block is not None:
+            self._join(block, jobs)
+        elif jobs:
+            self.station.write(jobs)
+        if brief:
+            ttls = [ttl for ttl in (messages.ttl_us(message), *(_us(route) for route in brief)) if ttl is not None]
+            ttl = min([*ttls, round(LETTER_LIFE * 1e6)])
+            self.station.mail.post(Letter(exchange, routing_key, head, body, ttl, bells(exchange, routing_key)))
+
+    def _join(self, block: joined.Block, jobs: list[NewJob]) -> None:
+        database = self.station.database
+        block.check(database)
+        if block.buffer is not None:
+            for job in jobs:
+                block.buffer.add(database, [job])
+            return
+        with joined.failures(database):
+            session = block.session(database)
+            for job in jobs:
+                self.station.dialect.enqueue(session, job, database.database_id)
+
+    # -- consuming ---------------------------------------------------------------------------------------------------
+
+    def basic_consume(self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any) -> None:
+        dialect, station = self.station.dialect, self.station
+        station.run(
+            lambda s: routing.add_consumer(
+                dialect, s, self._stored_tag(consumer_tag), queue, station.name, round(ALIVE * 1e6)
+            )
+        )
+        self._by_tag[consumer_tag] = self._consumer(consumer_tag, queue, bool(no_ack), callback)
+        self._consumers.add(consumer_tag)
+        station.attach(self)
+
+    def _consumer(self, tag: str, queue: str, no_ack: bool, callback: Any) -> Consumer:
+        route = self.station.facts(queue)
+        brief = route is not None and route.brief
+        return Consumer(tag, queue, no_ack, callback, self._bindings(queue) if brief else (), brief)
+
+    def _stored_tag(self, tag: str) -> str:
+        return f"{self.station.name}/{self.key}/{tag}"
+
+    def basic_cancel(self, consumer_tag: str) -> None:
+        consumer = self._by_tag.pop(consumer_tag, None)
+        self._consumers.discard(consumer_tag)
+        if consumer is None:
+            return
+        if self._by_tag:
+            self.station.news(self.key)
+        else:
+            self.station.detach(self)
+        self._drop_from_inbox(consumer.queue)
+        with contextlib.suppress(ConnectionLost):  # its row ends with its time
+            dialect = self.station.dialect
+            stored = self._stored_tag(consumer_tag)
+            if self.station.run(lambda s: routing.remove_consumer(dialect, s, stored, consumer.queue)):
+                self.station.run(lambda s: routing.delete_queue(dialect, s, consumer.queue))
+                self.station.mail.drop(consumer.queue)
+                self.station.forget(consumer.queue)
+
+    def _drop_from_inbox(self, queue: str) -> None:
+        if any(consumer.queue == queue for consumer in self._by_tag.values()):
+            return
+        with self._inbox_lock:
+            gone = [entry for name, entry in self._inbox if name == queue]
+            self._inbox = deque((name, entry) for name, entry in self._inbox if name != queue)
+        for entry in gone:
+            if isinstance(entry, Delivery):
+                self._end(entry.tag, ends.handed_back)
+
+    def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
+        self._in_order()
+        delivery = self.station.claim_one(queue, self.key)
+        if delivery is not None:
+            return self._message(delivery, no_ack)
+        route = self.station.facts(queue)
+        if route is not None and route.brief:
+            letters = self.station.mail.read(queue, self._bindings(queue), 1)
+            if letters:
+                return self._letter(letters[0])
+        return None
+
+    def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
+        self.prefetch = prefetch_count or 0
+        self.qos.prefetch_count = self.prefetch
+        self.station.news(self.key)
+
+    def basic_ack(self, delivery_tag: int, multiple: bool = False) -> None:
+        """Never raises: the ledger keeps it until the database has it, or its lease has ended."""
+        self._end(delivery_tag, ends.acked)
+
+    def basic_reject(self, delivery_tag: int, requeue: bool = False) -> None:
+        self._end(delivery_tag, ends.requeued if requeue else ends.rejected)
+
+    def basic_recover(self, requeue: bool = False) -> None:
+        if not requeue:
+            raise NotImplementedError("Does not support recover(requeue=False)")
+        for delivery in self.station.ledger.of(self.key):
+            if delivery.delivered:
+                self._end(delivery.tag, ends.requeued)
+
+    def _end(self, tag: int, how: Any) -> None:
+        if self.station.ledger.settle(tag, how):
+            self.station.wake()
+
+    def _restore(self, message: Any) -> None:
+        self.basic_reject(message.delivery_tag, requeue=True)
+
+    # -- the station's side: called on its thread ----------------------------------------------------------------------
+
+    def wanted(self) -> int:
+        transport = self.connection
+        if self.closed or transport is None or not transport.draining:
+            return 0
+        waiting = len(self._inbox)
+        if not self.prefetch:
+            return max(0, UNLIMITED_PREFETCH - waiting)
+        held = self.station.ledger.held_by(self.key)
+        return max(0, self.prefetch - held)
+
+    def queues(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(consumer.queue for consumer in list(self._by_tag.values())))
+
+    def letters_wanted(self) -> list[tuple[str, tuple[Binding, ...]]]:
+        transport = self.connection
+        if transport is None or not transport.draining or len(self._inbox) > 10 * UNLIMITED_PREFETCH:
+            return []
+        return [(consumer.queue, consumer.bindings) for consumer in list(self._by_tag.values()) if consumer.brief]
+
+    def put(self, deliveries: list[Delivery]) -> None:
+        self._arrived([(delivery.row.queue, delivery) for delivery in deliveries])
+
+    def put_letters(self, queue: str, letters: list[Item]) -> None:
+        self._arrived([(queue, letter) for letter in letters])
+
+    def _arrived(self, entries: list[tuple[str, Any]]) -> None:
+        transport = self.connection
+        with self._inbox_lock:
+            open_now = not self.closed and transport is not None
+            if open_now:
+                self._inbox.extend(entries)
+        if not open_now:
+            for _, entry in entries:
+                if isinstance(entry, Delivery):
+                    self._end(entry.tag, ends.handed_back)
+            return
+        transport.arrived()
+
+    def trouble(self, error: ConnectionLost | None) -> None:
+        transport = self.connection
+        if transport is not None:
+            transport.trouble(error)
+
+    # -- delivering: on the thread that drains -----------------------------------------------------------------------
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self._inbox)
+
+    def deliver(self) -> int:
+        """Hands over everything that has arrived; returns how many messages that were."""
+        done = 0
+        for _ in range(len(self._inbox)):
+            with self._inbox_lock:
+                if not self._inbox:
+                    break
+                queue, entry = self._inbox.popleft()
+            consumer = next((c for c in self._by_tag.values() if c.queue == queue), None)
+            if consumer is None:
+                if isinstance(entry, Delivery):
+                    self._end(entry.tag, ends.handed_back)
+                continue
+            done += 1
+            made = self._message(entry, consumer.no_ack) if isinstance(entry, Delivery) else self._letter(entry)
+            if made is not None:
+                consumer.callback(made)
+        return done
+
+    def _message(self, delivery: Delivery, no_ack: bool) -> Any:
+        row = delivery.row
+        assert row.head is not None
+        try:
+            payload = messages.payload_of(
+                row.head, row.payload, delivery.tag, redelivered=row.attempt > 1 or row.lapses > 0
+            )
+            made = self.Message(payload, channel=self)
+        except (ValueError, KeyError, TypeError):
+            log.exception("message %s cannot be read; it is kept as dead", row.id.hex())
+            self._end(delivery.tag, ends.rejected)
+            return None
+        delivery.delivered = True
+        if no_ack:
+            self._end(delivery.tag, ends.acked)
+        return made
+
+    def _letter(self, letter: Item) -> Any:
+        try:
+            payload = messages.payload_of(
+                letter.head, letter.payload, self.station.ledger.next_tag(), redelivered=False
+            )
+            return self.Message(payload, channel=self)
+        except (ValueError, KeyError, TypeError):
+            log.exception("a short-lived message cannot be read")
+            return None
+
+    # -- closing -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives back what was not started. Running tasks stay in the ledger and ack through this dead channel."""
+        if self.closed:
+            return
+        with self._inbox_lock:
+            self.closed = True
+        for tag in list(self._by_tag):
+            self.basic_cancel(tag)
+        self.station.detach(self)
+        self._give_back()
+        with self._inbox_lock:
+            self._inbox.clear()
+        if self.connection is not None:
+            self.connection.close_channel(self)
+        self.exchange_types = None
+
+    def _give_back(self) -> None:
+        running = _running_tasks()
+        for delivery in self.station.ledger.of(self.key):
+            if delivery.settlement is not None:
+                continue
+            if running is None:
+                self._end(delivery.tag, ends.left_by_close if delivery.delivered else ends.handed_back)
+            elif delivery.row.task_id is None or delivery.row.task_id not in running:
+                self._end(delivery.tag, ends.handed_back)
+
+
+def _us(route: Route) -> int | None:
+    return None if route.message_ttl_ms is None else route.message_ttl_ms * 1_000
+
+
+def _running_tasks() -> set[str] | None:
+    """Ids of the tasks that this Celery worker has begun; None: this process is no Celery worker."""
+    state = sys.modules.get("celery.worker.state")
+    if state is None:
+        return None
+    return {request.id for request in tuple(state.active_requests)}
