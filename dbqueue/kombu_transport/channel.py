@@ -117,14 +117,14 @@ class Channel(virtual.Channel):
                 raise self._not_found("exchange", name, "Channel.exchange_declare")
             if kind not in self.exchange_types:
                 raise ChannelError(
-                    f"COMMAND_INVALID - unknown exchange type {kind!r}", (40, 10), "Channel.exchange_declare", "503"
+                    f"COMMAND_INVALID - unknown exchange type {kind!r}", (40, 10), "Channel.exchange_declare", 503
                 )
             declared = Exchange(name, kind, bool(durable), bool(auto_delete), dumps(arguments or {}))
             self._do(lambda s: routing.declare_exchange(dialect, s, declared), write=True)
         elif not passive and found != kind:
             raise ChannelError(
                 f"PRECONDITION_FAILED - exchange {name!r} is of type {found}, not {kind}", (40, 10), "Channel.exchange_declare",
-                "406",
+                406,
             )  # fmt: skip
 
     def exchange_delete(self, exchange: str, if_unused: bool = False, nowait: bool = False) -> None:
@@ -159,7 +159,7 @@ class Channel(virtual.Channel):
         )  # fmt: skip
 
     def _not_found(self, what: str, name: str, method: str) -> ChannelError:
-        return ChannelError(f"NOT_FOUND - no {what} {name!r}", (50, 10), method, "404")
+        return ChannelError(f"NOT_FOUND - no {what} {name!r}", (50, 10), method, 404)
 
     def _has_queue(self, queue: str, **kwargs: Any) -> bool:
         return self._do(lambda s: routing.find_queue(self.station.dialect, s, queue), write=False) is not None

@@ -177,8 +177,8 @@ class Station:
                     result = self.dialect.turn(session, Turn(claim=request))
             for row in result.claimed:
                 delivery = self._take(row, owner, sent, result.now)
+                self.wake()  # it has a claim to renew, or an end to write
                 if delivery is not None:
-                    self.wake()
                     return delivery
         return None
 
