@@ -71,7 +71,8 @@ class Block:
 
     def at_end(self, call: Callable[[], None]) -> None:
         """``call`` runs when the block ends, however it ends; whether its transaction commits is not known by then."""
-        self._on_end.append(call)
+        if call not in self._on_end:
+            self._on_end.append(call)
 
     def close(self) -> None:
         """Lets go of the caller's connection too: a thread that inherited the block may keep it for long."""

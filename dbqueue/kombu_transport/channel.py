@@ -28,7 +28,7 @@ from dbqueue import routing
 from dbqueue.database import joined
 from dbqueue.database.dialect import Session
 from dbqueue.database.tables import Letter, NewJob
-from dbqueue.errors import ConnectionLost, Unroutable
+from dbqueue.errors import ConnectionLost, DatabaseError, EnqueueFailed, Unroutable
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport import message as messages
 from dbqueue.kombu_transport.ledger import Delivery
@@ -77,10 +77,11 @@ class Channel(virtual.Channel):
 
     # -- whose transaction -------------------------------------------------------------------------------------------
 
-    def _do(self, verb: Callable[[Session], T], *, write: bool) -> T:
-        """In the caller's transaction inside ``using``, else in one of our own."""
+    def _do(self, verb: Callable[[Session], T], *, write: bool, joins: bool = True) -> T:
+        """In the caller's transaction inside ``using``, else in one of our own. What is not durable does not join: others must see
+        it before the caller commits, the queue of a reply for one."""
         block = joined.current()
-        if block is None or (not write and block.closed):
+        if block is None or not joins or (not write and block.closed):
             return self.station.run(verb) if write else self.station.read(verb)
         database = self.station.database
         block.check(database)
@@ -111,7 +112,8 @@ class Channel(virtual.Channel):
         kind = type or "direct"
         name = exchange or f"amq.{kind}"
         dialect = self.station.dialect
-        found = self._do(lambda s: routing.exchange_type(dialect, s, name), write=False)
+        joins = bool(durable)
+        found = self._do(lambda s: routing.exchange_type(dialect, s, name), write=False, joins=joins)
         if found is None:
             if passive:
                 raise self._not_found("exchange", name, "Channel.exchange_declare")
@@ -120,7 +122,7 @@ class Channel(virtual.Channel):
                     f"COMMAND_INVALID - unknown exchange type {kind!r}", (40, 10), "Channel.exchange_declare", 503
                 )
             declared = Exchange(name, kind, bool(durable), bool(auto_delete), dumps(arguments or {}))
-            self._do(lambda s: routing.declare_exchange(dialect, s, declared), write=True)
+            self._do(lambda s: routing.declare_exchange(dialect, s, declared), write=True, joins=joins)
         elif not passive and found != kind:
             raise ChannelError(
                 f"PRECONDITION_FAILED - exchange {name!r} is of type {found}, not {kind}", (40, 10), "Channel.exchange_declare",
@@ -134,16 +136,17 @@ class Channel(virtual.Channel):
     def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
         name = queue or f"amq.gen-{uuid()}"
         dialect, station = self.station.dialect, self.station
-        known = self._do(lambda s: routing.find_queue(dialect, s, name), write=False)
+        declared = self._declared(name, kwargs)
+        joins = not declared.brief
+        known = self._do(lambda s: routing.find_queue(dialect, s, name), write=False, joins=joins)
         if known is None:
             if passive:
                 raise self._not_found("queue", name, "Channel.queue_declare")
-            declared = self._declared(name, kwargs)
-            self._do(lambda s: routing.declare_queue(dialect, s, declared), write=True)
+            self._do(lambda s: routing.declare_queue(dialect, s, declared), write=True, joins=joins)
             known = Route(name, declared.message_ttl_ms, declared.brief)
             if declared.brief:
                 station.mail.open(name)
-        elif known.brief and not passive:
+        elif known.brief and not passive and joined.current() is None:
             station.run(lambda s: routing.touch_queue(dialect, s, name))
         station.learn(name, known)
         if kwargs.get("nowait"):
@@ -174,8 +177,10 @@ class Channel(virtual.Channel):
             return
         dialect = self.station.dialect
         key = routing_key or ""
-        if not self._do(lambda s: routing.is_bound(dialect, s, exchange, queue, key), write=False):
-            self._do(lambda s: routing.bind(dialect, s, exchange, queue, key), write=True)
+        route = self.station.facts(queue)
+        joins = route is None or not route.brief
+        if not self._do(lambda s: routing.is_bound(dialect, s, exchange, queue, key), write=False, joins=joins):
+            self._do(lambda s: routing.bind(dialect, s, exchange, queue, key), write=True, joins=joins)
         for consumer in list(self._by_tag.values()):
             if consumer.queue == queue:
                 self._by_tag[consumer.tag] = self._consumer(consumer.tag, queue, consumer.no_ack, consumer.callback)
@@ -229,23 +234,34 @@ class Channel(virtual.Channel):
     # -- publishing --------------------------------------------------------------------------------------------------
 
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any) -> None:
-        exchange, routing_key = exchange or "", routing_key or ""
-        transient = messages.is_transient(message)
         block = joined.current()
-        joins = block is not None and not transient
+        if block is None or messages.is_transient(message):
+            self._publish(message, exchange or "", routing_key or "", None)
+            return
+        try:
+            self._publish(message, exchange or "", routing_key or "", block)
+        except DatabaseError as error:  # none that kombu knows and would try again
+            raise EnqueueFailed(
+                f"the message was not written ({type(error).__name__}): dbqueue could not look up where it goes. Roll back"
+            ) from error
+
+    def _publish(self, message: dict[str, Any], exchange: str, routing_key: str, block: joined.Block | None) -> None:
+        transient = messages.is_transient(message)
         if not exchange:
             route = self.station.facts(routing_key)
             found = [route or Route(routing_key)] if route is not None or not transient else []
-        elif joins:
-            found = self._do(lambda s: routing.routes(self.station.dialect, s, exchange, routing_key), write=False)
         else:
-            found = self.station.read(lambda s: routing.routes(self.station.dialect, s, exchange, routing_key))
-        if not found and joins:
+            found = self._do(
+                lambda s: routing.routes(self.station.dialect, s, exchange, routing_key),
+                write=False,
+                joins=block is not None,
+            )
+        if not found and block is not None:
             raise Unroutable(
                 f"no queue is bound to the exchange {exchange!r} with this routing key, so the message would be lost although your "
                 "transaction commits: declare the queue first"
             )
-        self._send(message, exchange, routing_key, found, transient=transient, block=block if joins else None)
+        self._send(message, exchange, routing_key, found, transient=transient, block=block)
 
     def _send(
         self, message: dict[str, Any], exchange: str, routing_key: str, found: list[Route], *, transient: bool,

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from dbqueue import ids, routing
+from dbqueue.database import joined
 from dbqueue.database.dialect import OwnSession, Session
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn
@@ -117,17 +118,24 @@ class Station:
 
     def run(self, verb: Callable[[Session], T]) -> T:
         """A verb on a pooled connection, in a short transaction of its own."""
-        self.database.ready()
+        self._ready()
         return self.database.run(verb)
 
     def read(self, verb: Callable[[Session], T]) -> T:
-        self.database.ready()
+        self._ready()
         return self.database.read(verb)
 
     def check(self) -> None:
         """Raises unless the database answers, and has its tables."""
-        self.database.ready()
+        self._ready()
         self.database.read(lambda session: session.execute("SELECT 1"))
+
+    def _ready(self) -> None:
+        """Inside a caller's transaction nothing is created: on SQLite it may hold the one write lock."""
+        if joined.current() is None:
+            self.database.ready()
+        else:
+            self.database.check_ready()
 
     def facts(self, queue: str) -> Route | None:
         """What was declared about the queue; None: nothing."""
@@ -147,7 +155,7 @@ class Station:
 
     def write(self, jobs: list[NewJob]) -> None:
         """Enqueues in one transaction of its own. An answer that was lost with the connection is looked up, the ids being ours."""
-        self.database.ready()
+        self._ready()
 
         def verb(session: Session, new: list[NewJob]) -> None:
             for job in new:

@@ -50,13 +50,13 @@ def connect(broker_url: str) -> Iterator[Callable[..., kombu.Connection]]:
         connection.release()
 
 
-APP = '''
+APP = """
 import os, time
 from celery import Celery
 app = Celery("shop", broker={broker!r}, backend={backend!r})
 app.conf.update(
     broker_transport_options={options!r}, worker_prefetch_multiplier=2, broker_connection_retry_on_startup=True,
-    worker_hijack_root_logger=False, task_default_queue="shop", result_expires=600, worker_cancel_long_running_tasks_on_connection_loss=False,
+    worker_hijack_root_logger=False, task_default_queue="shop",
 )
 
 def note(text):
@@ -90,7 +90,7 @@ def flaky(self, name):
 def fan(name):
     for n in range(3):
         add.delay(name, n)
-'''
+"""
 
 
 class Shop:
@@ -131,7 +131,9 @@ class Shop:
         process = self.celery("worker", "-n", name, "-P", pool, "-c", str(size), "-l", "INFO", *arguments)
         log = self.logs[-1]
         wait_for(
-            lambda: f"{name} ready" in log.read_text() or process.poll() is not None, 60, "the worker did not become ready"
+            lambda: f"{name} ready" in log.read_text() or process.poll() is not None,
+            60,
+            "the worker did not become ready",
         )
         assert process.poll() is None, log.read_text()
         return process

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kombu
-import kombu.common  # noqa: F401 - loads kombu's serializers, and with them the transport's name
+import kombu.common
 import pytest
 
 from dbqueue.errors import ConfigError, ConnectionLost
@@ -91,7 +91,9 @@ def test_a_failover_reaches_the_second_server(broker_url: str) -> None:
 
 
 def test_a_connection_really_reaches_the_database(broker_url: str) -> None:
-    dead = "dbqueue+postgresql://app@127.0.0.1:1/shop" if "postgres" in broker_url else "dbqueue+sqlite:////nowhere/x.db"
+    dead = (
+        "dbqueue+postgresql://app@127.0.0.1:1/shop" if "postgres" in broker_url else "dbqueue+sqlite:////nowhere/x.db"
+    )
     with pytest.raises(ConnectionLost):
         kombu.Connection(dead).connect()
 
@@ -100,7 +102,12 @@ def test_options_stand_in_the_url_or_in_the_transport_options(broker_url: str) -
     url = broker_url.removeprefix("dbqueue+")
     joint = "&" if "?" in url else "?"
     read = options.read(f"{url}{joint}lease=30&poll=0.5&eta_lead=7&prefix=mine_", {"lease": 45})
-    assert (read.settings.lease_ms, read.settings.poll_ms, read.eta_lead, read.settings.prefix) == (45_000, 500, 7.0, "mine_")
+    assert (read.settings.lease_ms, read.settings.poll_ms, read.eta_lead, read.settings.prefix) == (
+        45_000,
+        500,
+        7.0,
+        "mine_",
+    )
     assert read.settings.url == url
     assert not read.redis_priorities
     assert options.read(url, {"priority_order": "redis"}).redis_priorities
@@ -144,7 +151,9 @@ def test_an_inherited_visibility_timeout_is_a_short_lease(
     with caplog.at_level(logging.WARNING):
         assert options.read("postgresql://db/shop", {"visibility_timeout": 43_200}).settings.lease_ms == 60_000
         assert options.read("postgresql://db/shop", {"visibility_timeout": 5}).settings.lease_ms == 5_000
-        assert options.read("postgresql://db/shop", {"visibility_timeout": 43_200, "lease": 9}).settings.lease_ms == 9_000
+        assert (
+            options.read("postgresql://db/shop", {"visibility_timeout": 43_200, "lease": 9}).settings.lease_ms == 9_000
+        )
     assert len(caplog.messages) == 1
 
 
