@@ -68,7 +68,7 @@ class Mail:
         with self._session() as session:
             self._open(session, queue)
 
-    def _open(self, session: OwnSession, queue: str) -> int:
+    def _open(self, session: OwnSession, queue: str) -> None:
         session.execute(
             self._dialect.portable(
                 "INSERT INTO {cursors} (queue, position) SELECT :queue, COALESCE(max(id), 0) FROM {mail} WHERE 1 = 1 "
@@ -76,13 +76,6 @@ class Mail:
             ),
             {"queue": queue},
         )
-        return self._position(session, queue) or 0
-
-    def _position(self, session: OwnSession, queue: str) -> int | None:
-        rows = session.execute(
-            self._dialect.portable("SELECT position FROM {cursors} WHERE queue = :queue"), {"queue": queue}
-        )
-        return int(rows[0][0]) if rows else None
 
     def drop(self, queue: str) -> None:
         with self._session() as session:
@@ -95,10 +88,10 @@ class Mail:
         later messages before earlier ones, all that are there are taken."""
         with self._session() as session:
             for _ in range(TRIES):
-                at = self._position(session, queue)
+                at, rows = self._look(session, queue, bindings)
                 if at is None:  # the server crashed and lost it, and the messages too
-                    at = self._open(session, queue)
-                rows = self._rows(session, queue, bindings, at)
+                    self._open(session, queue)
+                    return []
                 mine = [row for row in rows if self._is_for(row, queue, bindings)]
                 to = rows[-1].id if rows else at
                 if rank is not None and len({rank(row) for row in mine}) > 1:
@@ -112,18 +105,22 @@ class Mail:
                     return mine
             return []
 
-    def _rows(self, session: OwnSession, queue: str, bindings: Sequence[Binding], after: int) -> list[Item]:
+    def _look(self, session: OwnSession, queue: str, bindings: Sequence[Binding]) -> tuple[int | None, list[Item]]:
+        """The queue's cursor, None if it has none, and what lies behind it in the exchanges that it is bound to."""
         exchanges = sorted({exchange for exchange, _, _ in bindings})
         names = {f"e{n}": exchange for n, exchange in enumerate(exchanges)}
-        bound = f" OR exchange IN ({', '.join(':' + name for name in names)})" if names else ""
+        bound = f" OR m.exchange IN ({', '.join(':' + name for name in names)})" if names else ""
         found = session.execute(
             self._dialect.portable(
-                "SELECT id, exchange, routing_key, head, payload FROM {mail} WHERE id > :after AND expires_at > {now} "
-                f"AND (exchange = '' AND routing_key = :queue{bound}) ORDER BY id LIMIT {BATCH}"
+                "SELECT c.position, m.id, m.exchange, m.routing_key, m.head, m.payload FROM {cursors} c LEFT JOIN {mail} m "
+                f"ON m.id > c.position AND (m.exchange = '' AND m.routing_key = :queue{bound}) AND m.expires_at > {{now}} "
+                f"WHERE c.queue = :queue ORDER BY m.id LIMIT {BATCH}"
             ),
-            {"after": after, "queue": queue, "offset": self._dialect.clock.offset, **names},
+            {"queue": queue, "offset": self._dialect.clock.offset, **names},
         )
-        return [Item(int(row[0]), str(row[1]), str(row[2]), bytes(row[3]), bytes(row[4])) for row in found]
+        rows = [row[1:] for row in found if row[1] is not None]
+        items = [Item(int(row[0]), str(row[1]), str(row[2]), bytes(row[3]), bytes(row[4])) for row in rows]
+        return (int(found[0][0]) if found else None), items
 
     @staticmethod
     def _is_for(item: Item, queue: str, bindings: Sequence[Binding]) -> bool:
@@ -144,8 +141,7 @@ class Mail:
     def size(self, queue: str, bindings: Sequence[Binding]) -> int:
         """How many messages wait; not counted further than one batch."""
         with self._session() as session:
-            at = self._position(session, queue)
-            rows = [] if at is None else self._rows(session, queue, bindings, at)
+            _, rows = self._look(session, queue, bindings)
         return sum(self._is_for(row, queue, bindings) for row in rows)
 
     def purge(self, queue: str, bindings: Sequence[Binding]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from collections import deque
@@ -68,12 +69,19 @@ class Channel(virtual.Channel):
     def __init__(self, connection: Transport, **kwargs: Any) -> None:
         super().__init__(connection, **kwargs)
         self.closed: bool = False
-        self.station: Station = connection.station
+        self._station: Station = connection.station
         self.key = id(self)
         self.prefetch = 0
         self._by_tag: dict[str, Consumer] = {}
         self._inbox: deque[tuple[str, Delivery | Item]] = deque()
         self._inbox_lock = threading.Lock()
+
+    @property
+    def station(self) -> Station:
+        """Also of a closed channel: running tasks ack through it."""
+        if self._station.pid != os.getpid():
+            raise ConnectionLost("this channel belongs to the process that this one was forked from")
+        return self._station
 
     # -- whose transaction -------------------------------------------------------------------------------------------
 
@@ -447,7 +455,7 @@ class Channel(virtual.Channel):
                     break
                 queue, entry = self._inbox.popleft()
             consumer = next((c for c in self._by_tag.values() if c.queue == queue), None)
-            if consumer is None:
+            if consumer is None or (isinstance(entry, Delivery) and entry.lost):
                 if isinstance(entry, Delivery):
                     self._end(entry.tag, ends.handed_back)
                 continue

@@ -589,5 +589,6 @@ def _at_exit() -> None:
             station.flush(CLOSE_PATIENCE)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

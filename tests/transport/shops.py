@@ -12,6 +12,8 @@ from typing import Any
 
 from tests.waiting import wait_for
 
+ROOT = Path(__file__).parents[2]
+
 APP = """
 import os, time
 from celery import Celery
@@ -77,7 +79,7 @@ class Shop:
 
     def celery(self, *arguments: str) -> subprocess.Popen[bytes]:
         log = self.folder / f"log{len(self.logs)}"
-        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        environment = {**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}"}
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "celery", "-A", "shop", *arguments],

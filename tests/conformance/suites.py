@@ -1,0 +1,84 @@
+"""What is run of each suite, what is left out and why, and what belongs to the smoke subset.
+
+A pattern is the test's file, class and name below upstream's t/integration, as fnmatch takes it, brackets being themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    smoke: tuple[str, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+    left_out_on_sqlite: dict[str, str] = field(default_factory=dict)
+    needs_redis: bool = False
+    """Results and notes of its tasks are kept in Redis."""
+    slow_tests: tuple[str, ...] = ()
+    worker_files: tuple[str, ...] = ()
+    """Whose tests want the session's worker, whether they say so or not."""
+
+
+_REDIS = "about the protocol of Celery's Redis transport or backend"
+_BACKEND = "about another result backend"
+_NO_BROKER = "no broker takes part"
+
+KOMBU = Suite(
+    "kombu",
+    smoke=(
+        "*TestBasicFunctionality::*",
+        "*TestExchangeTypes::test_fanout",
+        "*TestExchangeTypes::test_topic",
+        "*TestPriority::test_publish_requeue_consume",
+        "*TestMessage::*",
+        "*TestEventLoop::*",
+        "*TestFailover::test_publish_consume",
+    ),
+    left_out={
+        "*TestFailover::test_failover_switches_to_alternate_url": (
+            "compares Connection.port, which kombu leaves unset for any URL with a plus in its scheme"
+        ),
+    },
+)
+
+CELERY = Suite(
+    "celery",
+    smoke=(
+        "test_tasks.py::test_tasks::test_basic_task",
+        "test_tasks.py::test_tasks::test_reject_with_requeue*",
+        "test_tasks.py::test_tasks::test_fail",
+        "test_tasks.py::test_tasks::test_revoked",
+        "test_tasks.py::test_tasks::test_task_retried_once",
+        "test_tasks.py::test_tasks::test_task_retried_priority",
+        "test_inspect.py::*test_ping",
+        "test_inspect.py::*test_active",
+        "test_inspect.py::*test_scheduled",
+        "test_canvas.py::test_chain::test_complex_chain",
+        "test_canvas.py::test_chain::test_chain_of_chords_with_two_tasks",
+        "test_canvas.py::test_chord::test_group_chain",
+        "test_canvas.py::test_chord::test_nested_chord",
+        "test_canvas.py::test_chord::test_priority*",
+    ),
+    left_out={
+        "test_backend.py*": _BACKEND,
+        "test_backend_leak_in_fixture_teardown.py*": _REDIS,
+        "test_cache_backend.py*": _BACKEND,
+        "test_connection_recovery.py*": _REDIS,
+        "test_database_backend.py*": _BACKEND,
+        "test_redis_backend.py*": _BACKEND,
+        "test_security.py*": "about signed messages, and expected to fail upstream",
+        "test_events_state_memory_leak.py*": "about the memory broker",
+        "test_mem_leak_in_exception_handling.py*": "about the memory broker",
+        "test_request_backend_down.py*": "about the memory broker",
+        "test_logfile_format.py*": _NO_BROKER,
+        "test_upgrade.py*": _NO_BROKER,
+        "test_loader.py*": _NO_BROKER,
+        "test_worker.py::test_django_fixup*": _NO_BROKER,
+    },
+    needs_redis=True,
+    worker_files=("test_tasks.py", "test_canvas.py", "test_group_chains.py", "test_inspect.py"),
+)
+
+SUITES = {suite.name: suite for suite in (KOMBU, CELERY)}
