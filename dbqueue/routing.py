@@ -51,14 +51,22 @@ class Route:
     queue: str
     message_ttl_ms: int | None = None
     brief: bool = False
+    durable: bool = True
+
+    def takes_letter(self, *, transient: bool) -> bool:
+        """Whether such a message goes to the log. Nothing in a queue that is not durable outlives the broker, with AMQP either."""
+        return self.brief and (transient or not self.durable)
 
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
-def exchange_type(dialect: Dialect, session: Session, name: str) -> str | None:
-    rows = session.execute(dialect.portable("SELECT type FROM {exchanges} WHERE name = :name"), {"name": name})
-    return str(rows[0][0]) if rows else None
+def find_exchange(dialect: Dialect, session: Session, name: str) -> Exchange | None:
+    rows = session.execute(
+        dialect.portable("SELECT type, durable, auto_delete, arguments FROM {exchanges} WHERE name = :name"),
+        {"name": name},
+    )
+    return Exchange(name, str(rows[0][0]), bool(rows[0][1]), bool(rows[0][2]), str(rows[0][3])) if rows else None
 
 
 def declare_exchange(dialect: Dialect, session: Session, exchange: Exchange) -> None:
@@ -88,9 +96,9 @@ def delete_exchange(dialect: Dialect, session: Session, name: str, *, if_unused:
 
 def find_queue(dialect: Dialect, session: Session, name: str) -> Route | None:
     rows = session.execute(
-        dialect.portable("SELECT message_ttl_ms, brief FROM {queues} WHERE name = :name"), {"name": name}
+        dialect.portable("SELECT message_ttl_ms, brief, durable FROM {queues} WHERE name = :name"), {"name": name}
     )
-    return Route(name, rows[0][0], bool(rows[0][1])) if rows else None
+    return Route(name, rows[0][0], bool(rows[0][1]), bool(rows[0][2])) if rows else None
 
 
 def declare_queue(dialect: Dialect, session: Session, queue: Queue) -> bool:
@@ -207,13 +215,17 @@ def routes(dialect: Dialect, session: Session, exchange: str, routing_key: str) 
     """The queues that a message to ``exchange`` goes to, each once. An exchange that was never declared routes nowhere."""
     rows = session.execute(
         dialect.portable(
-            "SELECT e.type, b.routing_key, b.queue, q.message_ttl_ms, COALESCE(q.brief, :no) FROM {exchanges} e "
+            "SELECT e.type, b.routing_key, b.queue, q.message_ttl_ms, COALESCE(q.brief, :no), COALESCE(q.durable, :yes) FROM {exchanges} e "
             "JOIN {bindings} b ON b.exchange = e.name LEFT JOIN {queues} q ON q.name = b.queue "
             "WHERE e.name = :exchange AND (e.type <> 'direct' OR b.routing_key = :routing_key)"
         ),
-        {"exchange": exchange, "routing_key": routing_key, "no": False},
+        {"exchange": exchange, "routing_key": routing_key, "no": False, "yes": True},
     )
-    found = {row[2]: Route(row[2], row[3], bool(row[4])) for row in rows if matches(row[0], row[1], routing_key)}
+    found = {
+        row[2]: Route(row[2], row[3], bool(row[4]), bool(row[5]))
+        for row in rows
+        if matches(row[0], row[1], routing_key)
+    }
     return list(found.values())
 
 

@@ -121,7 +121,7 @@ class Channel(virtual.Channel):
         name = exchange or f"amq.{kind}"
         dialect = self.station.dialect
         joins = bool(durable)
-        found = self._do(lambda s: routing.exchange_type(dialect, s, name), write=False, joins=joins)
+        found = self._do(lambda s: routing.find_exchange(dialect, s, name), write=False, joins=joins)
         if found is None:
             if passive:
                 raise self._not_found("exchange", name, "Channel.exchange_declare")
@@ -131,9 +131,9 @@ class Channel(virtual.Channel):
                 )
             declared = Exchange(name, kind, bool(durable), bool(auto_delete), dumps(arguments or {}))
             self._do(lambda s: routing.declare_exchange(dialect, s, declared), write=True, joins=joins)
-        elif not passive and found != kind:
+        elif not passive and found.type != kind:
             raise ChannelError(
-                f"PRECONDITION_FAILED - exchange {name!r} is of type {found}, not {kind}", (40, 10), "Channel.exchange_declare",
+                f"PRECONDITION_FAILED - exchange {name!r} is of type {found.type}, not {kind}", (40, 10), "Channel.exchange_declare",
                 406,
             )  # fmt: skip
 
@@ -151,7 +151,7 @@ class Channel(virtual.Channel):
             if passive:
                 raise self._not_found("queue", name, "Channel.queue_declare")
             self._do(lambda s: routing.declare_queue(dialect, s, declared), write=True, joins=joins)
-            known = Route(name, declared.message_ttl_ms, declared.brief)
+            known = Route(name, declared.message_ttl_ms, declared.brief, declared.durable)
             if declared.brief:
                 station.mail.open(name)
         elif known.brief and not passive and joined.current() is None:
@@ -243,7 +243,7 @@ class Channel(virtual.Channel):
 
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any) -> None:
         block = joined.current()
-        if block is None or messages.is_transient(message):
+        if block is None or self._is_brief(message, exchange):
             self._publish(message, exchange or "", routing_key or "", None)
             return
         try:
@@ -252,6 +252,15 @@ class Channel(virtual.Channel):
             raise EnqueueFailed(
                 f"the message was not written ({type(error).__name__}): dbqueue could not look up where it goes. Roll back"
             ) from error
+
+    def _is_brief(self, message: dict[str, Any], exchange: str) -> bool:
+        """Remote control, events and replies: they do not join a caller's transaction."""
+        if messages.is_transient(message):
+            return True
+        if not exchange:
+            return False
+        found = self.station.read(lambda s: routing.find_exchange(self.station.dialect, s, exchange))
+        return found is not None and not found.durable
 
     def _publish(self, message: dict[str, Any], exchange: str, routing_key: str, block: joined.Block | None) -> None:
         transient = messages.is_transient(message)
@@ -277,7 +286,7 @@ class Channel(virtual.Channel):
     ) -> None:  # fmt: skip
         head = messages.head_of(message, exchange, routing_key)
         body = messages.body_of(message)
-        brief = [route for route in found if route.brief and transient]
+        brief = [route for route in found if route.takes_letter(transient=transient)]
         options = self.station.options
         jobs = [
             messages.job_of(
@@ -285,7 +294,7 @@ class Channel(virtual.Channel):
                 redis=options.redis_priorities,
             )
             for route in found
-            if not (route.brief and transient)
+            if not route.takes_letter(transient=transient)
         ]  # fmt: skip
         if jobs and block is not None:
             self._join(block, jobs)

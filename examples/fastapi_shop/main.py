@@ -1,4 +1,9 @@
-"""A FastAPI shop whose Celery broker is its own database: `uvicorn examples.fastapi_shop.main:app`.
+"""A FastAPI shop whose Celery broker is its own database:
+
+    python -m examples.fastapi_shop.migrate
+    uvicorn examples.fastapi_shop.main:app
+    celery -A examples.fastapi_shop.tasks worker
+    celery -A examples.fastapi_shop.tasks beat
 
 An order and all messages about it are one transaction: a declined card leaves neither.
 """
@@ -17,8 +22,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
 import dbqueue
-from dbqueue import DBQueue
-from examples.fastapi_shop.database import URL, Base, Event, Order, url_for
+from examples.fastapi_shop.database import Event, Order, url_for
 from examples.fastapi_shop.tasks import ask_for_review, pack, print_label, reserve, send_receipt
 
 REVIEW_AFTER = float(os.environ.get("SHOP_REVIEW_AFTER", "86400"))
@@ -30,12 +34,6 @@ sessions = async_sessionmaker(engine)
 
 @asynccontextmanager
 async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-    """Makes the tables; a deployment has its migrations and `dbqueue migrate` for this."""
-    queue = DBQueue(URL)
-    queue.migrate()  # inside of a request's transaction nothing is created
-    queue.close()
-    async with engine.begin() as connection:
-        await connection.run_sync(Base.metadata.create_all)
     yield
     await engine.dispose()
 

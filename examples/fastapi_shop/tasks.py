@@ -1,7 +1,4 @@
-"""The Celery app and its tasks: `celery -A examples.fastapi_shop.tasks worker`, and `beat`.
-
-They may run twice, as any task may whose worker was killed, so each notes what it did only once.
-"""
+"""The Celery app and its tasks. They may run twice, as any task may whose worker was killed, so each notes what it did once."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import kombu
+import kombu.common
+import kombu.pidbox
 import pytest
 from amqp.exceptions import ChannelError
 from kombu.simple import SimpleQueue
@@ -400,11 +402,13 @@ def test_transient_messages_to_auto_delete_queues_are_no_jobs(connect: Connect, 
     assert [m.payload for m in drained(connection, other, 3, no_ack=True)] == [0, 1, 2]
 
 
-def test_persistent_messages_to_auto_delete_queues_are_jobs(connect: Connect, queue: DBQueue) -> None:
+def test_persistent_messages_to_durable_auto_delete_queues_are_jobs(connect: Connect, queue: DBQueue) -> None:
+    """What Celery's users know as Broadcast."""
     connection = connect()
-    target = brief(connection.default_channel, "q")
-    publish(connection.default_channel, 1, "", "e")
-    assert queue.counts("q") == {"pending": 1}
+    target = kombu.common.Broadcast("b")(connection.default_channel)
+    target.declare()
+    publish(connection.default_channel, 1, "", "b")
+    assert queue.counts(target.name) == {"pending": 1}
     assert drained(connection, target, 1)[0].payload == 1
 
 
@@ -432,4 +436,18 @@ def test_two_consumers_of_one_queue_share_its_letters(connect: Connect) -> None:
 def test_a_reply_to_a_queue_that_is_gone_leaves_nothing(connect: Connect, queue: DBQueue) -> None:
     channel = connect().channel()
     publish(channel, 1, "no-such-reply-queue", delivery_mode=1)
+    assert queue.counts() == {}
+
+
+def test_remote_control_is_no_job(connect: Connect, queue: DBQueue) -> None:
+    """kombu publishes it as persistent; the mailbox of a worker is not durable."""
+    connection = connect()
+    mailbox = kombu.pidbox.Mailbox("control", type="fanout")(connection)
+    heard: list[Any] = []
+    node = mailbox.Node("here", channel=connection.default_channel)
+    node.handlers["hello"] = lambda state, **arguments: heard.append(arguments) or "hi"
+    with node.listen():
+        mailbox.cast(["here"], "hello", {"n": 1})
+        connection.drain_events(timeout=10)
+    assert heard == [{"n": 1}]
     assert queue.counts() == {}

@@ -1,0 +1,15 @@
+"""Makes the tables, the shop's and dbqueue's: `python -m examples.fastapi_shop.migrate`."""
+
+from __future__ import annotations
+
+from dbqueue import DBQueue
+from examples.fastapi_shop.database import URL, Base
+from examples.fastapi_shop.tasks import celery, engine
+
+if __name__ == "__main__":
+    Base.metadata.create_all(engine)
+    queue = DBQueue(URL)
+    queue.migrate()  # as `dbqueue migrate --url ...`; inside of a request's transaction nothing is created
+    queue.close()
+    with celery.connection_for_write() as connection:  # so does a worker when it starts; the web application may be first
+        celery.amqp.queues["celery"](connection.default_channel).declare()
