@@ -7,6 +7,7 @@ becoming jobs. Every function is a verb on the caller's session; the texts are t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -320,7 +321,6 @@ def abandoned_queues(dialect: Dialect, session: Session, grace_us: int) -> list[
         dialect.portable(
             "SELECT q.name FROM {queues} q LEFT JOIN (SELECT queue, max(alive_until) AS until FROM {consumers} GROUP BY queue) c "
             "ON c.queue = q.name WHERE (q.expires_ms IS NOT NULL OR q.exclusive OR (q.auto_delete AND q.consumed)) "
-            "AND COALESCE(c.until, 0) <= {now} "
             "AND CASE WHEN COALESCE(c.until, 0) > q.used_at THEN c.until ELSE q.used_at END "
             "+ COALESCE(q.expires_ms * 1000, :grace) <= {now}"
         ),
@@ -346,3 +346,29 @@ def expired_messages(dialect: Dialect, session: Session, limit: int) -> list[byt
         {"offset": dialect.clock.offset},
     )
     return [bytes(row[0]) for row in rows]
+
+
+# -- revoked tasks -----------------------------------------------------------------------------------------------------
+
+
+def revoke(dialect: Dialect, session: Session, task_ids: Sequence[str], life_us: int) -> None:
+    """Remembers for ``life_us`` microseconds that these tasks are not to run, for workers that come later."""
+    for task_id in sorted(set(task_ids)):  # in one order: two callers must not wait for each other
+        session.execute(
+            dialect.portable(
+                "INSERT INTO {revoked} (task_id, until) VALUES (:task_id, {now} + :life) "
+                "ON CONFLICT (task_id) DO UPDATE SET until = excluded.until"
+            ),
+            {"task_id": task_id, "life": life_us, "offset": dialect.clock.offset},
+        )
+
+
+def revoked(dialect: Dialect, session: Session) -> list[str]:
+    rows = session.execute(
+        dialect.portable("SELECT task_id FROM {revoked} WHERE until > {now}"), {"offset": dialect.clock.offset}
+    )
+    return [str(row[0]) for row in rows]
+
+
+def forget_revoked(dialect: Dialect, session: Session) -> None:
+    session.execute(dialect.portable("DELETE FROM {revoked} WHERE until <= {now}"), {"offset": dialect.clock.offset})

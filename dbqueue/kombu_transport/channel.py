@@ -47,6 +47,8 @@ T = TypeVar("T")
 UNLIMITED_PREFETCH = 32
 """Messages in the inbox of a channel without a prefetch limit."""
 IN_ORDER_PATIENCE = 1.0
+REVOKED_FOR = 3 * 3_600.0
+"""Seconds for which a revoked task is remembered: as long as Celery's workers do."""
 LETTER_LIFE = 300.0
 """Seconds that a short-lived message is kept at most."""
 
@@ -300,10 +302,18 @@ class Channel(virtual.Channel):
             self._join(block, jobs)
         elif jobs:
             self.station.write(jobs)
+        if brief or not found:
+            self._remember_revoked(exchange, body)
         if brief:
             ttls = [ttl for ttl in (messages.ttl_us(message), *(_us(route) for route in brief)) if ttl is not None]
             ttl = min([*ttls, round(LETTER_LIFE * 1e6)])
             self.station.mail.post(Letter(exchange, routing_key, head, body, ttl, bells(exchange, routing_key)))
+
+    def _remember_revoked(self, exchange: str, body: bytes) -> None:
+        """Celery's ``control.revoke(...)`` to all workers is kept for those that are not there now, and written before they hear it."""
+        if exchange.endswith(".pidbox") and (task_ids := messages.revoked_by(body)):
+            dialect = self.station.dialect
+            self.station.run(lambda s: routing.revoke(dialect, s, task_ids, round(REVOKED_FOR * 1e6)))
 
     def _join(self, block: joined.Block, jobs: list[NewJob]) -> None:
         database = self.station.database
@@ -327,8 +337,15 @@ class Channel(virtual.Channel):
             )
         )
         self._by_tag[consumer_tag] = self._consumer(consumer_tag, queue, bool(no_ack), callback)
+        self._learn_revoked()
         self._consumers.add(consumer_tag)
         station.attach(self)
+
+    def _learn_revoked(self) -> None:
+        """A Celery worker knows from the start what was revoked before it was there; it does the rest."""
+        state = sys.modules.get("celery.worker.state")
+        if state is not None and any(not consumer.brief for consumer in self._by_tag.values()):
+            state.revoked.update(self.station.read(lambda s: routing.revoked(self.station.dialect, s)))
 
     def _consumer(self, tag: str, queue: str, no_ack: bool, callback: Any) -> Consumer:
         route = self.station.facts(queue)

@@ -68,6 +68,21 @@ def stored_priority(message: dict[str, Any], *, redis: bool) -> int:
     return priority if redis else BEST_PRIORITY - priority
 
 
+def revoked_by(body: bytes) -> list[str]:
+    """The task ids of a broadcast ``revoke``; none for every other body, and for one that is meant for some workers only."""
+    if b'"revoke"' not in body:
+        return []
+    try:
+        told = loads(body.decode())
+        if told.get("method") != "revoke" or told.get("destination"):
+            return []
+        ids_given = told["arguments"]["task_id"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    given = ids_given if isinstance(ids_given, (list, tuple)) else [ids_given]
+    return [task_id for task_id in given if isinstance(task_id, str)]
+
+
 def job_of(
     message: dict[str, Any],
     queue: str,

@@ -474,6 +474,7 @@ class Station:
         if len(dead) >= 100:
             self._sweep_at = 0.0
         self._in_transaction(session, lambda s: routing.forget_dead_consumers(self.dialect, s, grace))
+        self._in_transaction(session, lambda s: routing.forget_revoked(self.dialect, s))
         self.mail.prune()
 
     @staticmethod

@@ -57,7 +57,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="the subset that belongs to make test")
     parser.add_argument("-k", dest="only", metavar="PATTERN", help="tests whose file::class::name has this in it")
-    parser.add_argument("--celery", metavar="VERSION", help="default: the installed one")
+    parser.add_argument("--celery", metavar="VERSION", help="or newest; default: the installed one")
     parser.add_argument("--kombu", metavar="VERSION", help="default: the newest of Celery's minor version")
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="for one suite on one database")
     parser.add_argument("--report", type=Path, default=REPORT, help=f"default: {REPORT.relative_to(upstream.ROOT)}")

@@ -131,6 +131,7 @@ def run(
             "slow": _SLOW,
             "slow_tests": suite.slow_tests,
             "worker_files": suite.worker_files,
+            "hurry": smoke and suite.name == "celery",
         }
         (folder / "plan.json").write_text(json.dumps(plan))
         (folder / "pytest.ini").write_text(_INI)
@@ -202,8 +203,8 @@ def _read(path: Path, run: Run) -> None:
     for line in path.read_text().splitlines():
         entry = json.loads(line)
         known = run.results.setdefault(entry["name"], Result(entry["outcome"]))
-        known.seconds += entry["seconds"]
-        if known.outcome != "failed":  # by a part of it, or before its fixtures were taken down
+        known.seconds = round(known.seconds + entry["seconds"], 2)
+        if entry["outcome"] and known.outcome != "failed":  # by a part of it, or before its fixtures were taken down
             known.outcome, known.why = entry["outcome"], entry["why"]
 
 

@@ -28,16 +28,16 @@ _NO_BROKER = "no broker takes part"
 KOMBU = Suite(
     "kombu",
     smoke=(
-        "*TestBasicFunctionality::*",
-        "*TestExchangeTypes::test_fanout",
-        "*TestExchangeTypes::test_topic",
-        "*TestPriority::test_publish_requeue_consume",
-        "*TestMessage::*",
-        "*TestEventLoop::*",
-        "*TestFailover::test_publish_consume",
+        "TestBasicFunctionality::test_*connect",
+        "TestBasicFunctionality::test_*publish_consume",
+        "TestExchangeTypes::test_fanout",
+        "TestPriority::test_publish_requeue_consume",
+        "TestMessage::*",
+        "TestEventLoop::*",
+        "TestFailover::test_publish_consume",
     ),
     left_out={
-        "*TestFailover::test_failover_switches_to_alternate_url": (
+        "TestFailover::test_failover_switches_to_alternate_url": (
             "compares Connection.port, which kombu leaves unset for any URL with a plus in its scheme"
         ),
     },
@@ -49,11 +49,9 @@ CELERY = Suite(
         "test_tasks.py::test_tasks::test_basic_task",
         "test_tasks.py::test_tasks::test_reject_with_requeue*",
         "test_tasks.py::test_tasks::test_fail",
-        "test_tasks.py::test_tasks::test_revoked",
         "test_tasks.py::test_tasks::test_task_retried_once",
         "test_tasks.py::test_tasks::test_task_retried_priority",
         "test_inspect.py::*test_ping",
-        "test_inspect.py::*test_active",
         "test_inspect.py::*test_scheduled",
         "test_canvas.py::test_chain::test_complex_chain",
         "test_canvas.py::test_chain::test_chain_of_chords_with_two_tasks",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,6 +27,8 @@ _HELPERS = ("pydantic", "pytest<10", "pytest-timeout", "redis", "tblib")
 # How pip says that there is no index to ask. It says the last of them for a version that does not exist as well, but then it
 # names the versions that do.
 _UNREACHABLE = ("NewConnectionError", "ConnectTimeout", "NameResolutionError", "ProxyError", "(from versions: none)")
+
+NEWEST = "newest"
 
 
 class IndexUnreachable(Exception):
@@ -66,24 +67,26 @@ class Environment:
 def environment(celery: str | None = None, kombu: str | None = None) -> Environment:
     """The environment with these versions, made if it is missing or if pyproject.toml has changed.
 
-    Without a version of Celery it is the one that runs this, or else the newest; without one of Kombu it is the newest of the
-    same minor version, as the two are released in pairs. Raises IndexUnreachable.
+    Without a version of Celery it is the one that runs this, or else the newest, which NEWEST asks for. Without one of Kombu it
+    is the newest of the same minor version, as the two are released in pairs. Raises IndexUnreachable.
     """
-    celery = celery or _installed("celery")
-    if kombu is None:
-        kombu = f"{'.'.join(celery.split('.')[:2])}.*" if celery else "*"
-    wanted = [f"celery=={celery or '*'}", f"kombu=={kombu}", *_HELPERS]
-    python_version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    name = f"python-{python_version}-celery-{celery or 'newest'}-kombu-{kombu}".replace("*", "x")
+    celery = celery or _installed("celery") or NEWEST
+    if celery == NEWEST:
+        wanted = ["celery", f"kombu=={kombu}" if kombu else "kombu"]
+    else:
+        wanted = [f"celery=={celery}", f"kombu=={kombu or '.'.join(celery.split('.')[:2]) + '.*'}"]
+    wanted += _HELPERS
+    name = f"python-{sys.version_info.major}.{sys.version_info.minor}-celery-{celery}" + (f"-kombu-{kombu}" if kombu else "")
     folder = CACHE / name
     python, stamp = folder / "bin" / "python", folder / ".stamp"
-    want = hashlib.sha256("\n".join([*wanted, (ROOT / "pyproject.toml").read_text()]).encode()).hexdigest()
+    contents = hashlib.sha256("\n".join([*wanted, (ROOT / "pyproject.toml").read_text()]).encode()).hexdigest()
     with _alone():
-        if not stamp.exists() or stamp.read_text() != want:
+        # What was the newest last week may not be so today.
+        if celery == NEWEST or not stamp.exists() or stamp.read_text() != contents:
             if not python.exists():
                 subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            _pip(python, "install", "-e", f"{ROOT}[postgres]", *wanted)
-            stamp.write_text(want)
+            _pip(python, "install", "--upgrade", "-e", f"{ROOT}[postgres]", *wanted)
+            stamp.write_text(contents)
     asked = "import importlib.metadata as m; print(m.version('celery'), m.version('kombu'))"
     answer = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True, cwd=folder)
     return Environment(python, *answer.stdout.split())
@@ -125,7 +128,3 @@ def _alone() -> Iterator[None]:
     with (CACHE / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def forget() -> None:
-    shutil.rmtree(CACHE, ignore_errors=True)

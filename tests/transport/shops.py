@@ -60,11 +60,11 @@ def fan(name):
 class Shop:
     """A Celery app in a folder, its workers, and what its tasks noted."""
 
-    def __init__(self, folder: Path, broker_url: str, options: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, broker_url: str, options: dict[str, Any], backend: str = "") -> None:
         self.folder, self.notes_file = folder, folder / "notes"
         self.broker_url = broker_url
         self.notes_file.touch()
-        text = APP.format(broker=broker_url, backend="", options=options, notes=str(self.notes_file))
+        text = APP.format(broker=broker_url, backend=backend, options=options, notes=str(self.notes_file))
         (folder / "shop.py").write_text(textwrap.dedent(text))
         self.workers: list[subprocess.Popen[bytes]] = []
         self.logs: list[Path] = []

@@ -445,7 +445,11 @@ def test_remote_control_is_no_job(connect: Connect, queue: DBQueue) -> None:
     mailbox = kombu.pidbox.Mailbox("control", type="fanout")(connection)
     heard: list[Any] = []
     node = mailbox.Node("here", channel=connection.default_channel)
-    node.handlers["hello"] = lambda state, **arguments: heard.append(arguments) or "hi"
+
+    def hello(state: Any, **arguments: Any) -> None:
+        heard.append(arguments)
+
+    node.handlers["hello"] = hello
     with node.listen():
         mailbox.cast(["here"], "hello", {"n": 1})
         connection.drain_events(timeout=10)

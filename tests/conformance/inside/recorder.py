@@ -23,6 +23,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
 
 
+def pytest_sessionstart() -> None:
+    if PLAN["hurry"]:
+        _take_the_first_answer()
+
+
+def _take_the_first_answer() -> None:
+    """Celery waits a second for further workers' answers, at least twice after each test. There is one worker."""
+    from celery.app.control import Inspect
+
+    original = Inspect.__init__
+
+    def __init__(self: Any, *positional: Any, **named: Any) -> None:
+        original(self, *positional, **{"limit": 1, **named})
+
+    Inspect.__init__ = __init__
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, dropped = [], []
@@ -59,12 +76,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     outcome: str = report.outcome
     if hasattr(report, "wasxfail"):
         outcome = "expected failure" if report.skipped else "passed"
-    if outcome == "passed" and (report.when != "call" or _is_part(report)):
+    if outcome == "passed" and _is_part(report):
         return
+    if outcome == "passed" and report.when != "call":
+        outcome = ""  # the time counts
     why = ""
     if report.skipped and isinstance(report.longrepr, tuple):
         why = report.longrepr[2].removeprefix("Skipped: ")
-    elif outcome != "passed":
+    elif outcome not in ("passed", ""):
         why = str(report.longrepr)[-3000:]
     _write(_name(report.nodeid), outcome, why=why, seconds=round(report.duration, 2))
 
