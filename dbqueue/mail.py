@@ -66,13 +66,18 @@ class Mail:
     def open(self, queue: str) -> None:
         """The queue reads what is written from now on, unless it has a cursor already."""
         with self._session() as session:
-            self._open(session, queue)
+            session.execute(
+                self._dialect.portable(
+                    "INSERT INTO {cursors} (queue, position) SELECT :queue, COALESCE(max(id), 0) FROM {mail} WHERE 1 = 1 "
+                    "ON CONFLICT (queue) DO NOTHING"
+                ),
+                {"queue": queue},
+            )
 
-    def _open(self, session: OwnSession, queue: str) -> None:
+    def _begin(self, session: OwnSession, queue: str) -> None:
         session.execute(
             self._dialect.portable(
-                "INSERT INTO {cursors} (queue, position) SELECT :queue, COALESCE(max(id), 0) FROM {mail} WHERE 1 = 1 "
-                "ON CONFLICT (queue) DO NOTHING"
+                "INSERT INTO {cursors} (queue, position) VALUES (:queue, 0) ON CONFLICT (queue) DO NOTHING"
             ),
             {"queue": queue},
         )
@@ -89,9 +94,9 @@ class Mail:
         with self._session() as session:
             for _ in range(TRIES):
                 at, rows = self._look(session, queue, bindings)
-                if at is None:  # the server crashed and lost it, and the messages too
-                    self._open(session, queue)
-                    return []
+                if at is None:  # the server crashed and lost it, and with it all messages that are older than the crash
+                    self._begin(session, queue)
+                    continue
                 mine = [row for row in rows if self._is_for(row, queue, bindings)]
                 to = rows[-1].id if rows else at
                 if rank is not None and len({rank(row) for row in mine}) > 1:

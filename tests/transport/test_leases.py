@@ -234,3 +234,45 @@ def test_a_message_that_lost_too_many_leases_is_dead(connect: Connect, queue: DB
     assert channel.basic_get("q") is None
     wait_for(lambda: queue.counts("q") == {"dead": 1}, 10)
     assert queue.jobs(state="dead")[0].error_kind == "crashed"
+
+
+@pytest.mark.req("C3", "C4")
+def test_a_crash_of_the_server_loses_letters_but_makes_nobody_deaf(
+    postgres: Server, connect: Connect, queue: DBQueue
+) -> None:
+    """The log is not logged, as PostgreSQL calls it: it is empty after a crash, and its readers' cursors are gone."""
+    connection, other = connect(), connect()
+    brief = kombu.Queue("b", kombu.Exchange("e", type="fanout", durable=False), auto_delete=True, durable=False)
+    target = brief(connection.default_channel)
+    target.declare()
+    got: list[Any] = []
+
+    def publish_letter(body: Any) -> None:
+        producer = kombu.Producer(other)
+        other.ensure(producer, producer.publish, max_retries=10, interval_start=0.2)(
+            body, exchange="e", delivery_mode=1
+        )
+
+    with kombu.Consumer(connection, [target], on_message=lambda m: got.append(m.payload), no_ack=True):
+        for body in (1, 2):
+            publish_letter(body)
+            connection.drain_events(timeout=10)
+        postgres.stop("immediate")
+        postgres.start()
+        queue_is_back(queue)
+        for body in (3, 4):
+            publish_letter(body)
+        while len(got) < 4:
+            connection.drain_events(timeout=10)
+    assert got == [1, 2, 3, 4]
+
+
+def queue_is_back(queue: DBQueue) -> None:
+    def reached() -> bool:
+        try:
+            queue.counts()
+        except ConnectionLost:
+            return False
+        return True
+
+    wait_for(reached, 30)
