@@ -18,7 +18,9 @@ from kombu.simple import SimpleQueue
 
 from dbqueue import DBQueue
 from dbqueue.database.engine import Database
+from dbqueue.database.tables import Letter
 from dbqueue.kombu_transport import station as stations
+from dbqueue.mail import Item, Mail
 from dbqueue.routing import matches
 from tests.factory import opened
 from tests.waiting import wait_for
@@ -455,3 +457,23 @@ def test_remote_control_is_no_job(connect: Connect, queue: DBQueue) -> None:
         connection.drain_events(timeout=10)
     assert heard == [{"n": 1}]
     assert queue.counts() == {}
+
+
+def test_a_letter_is_taken_by_one_reader_only(broker_url: str) -> None:
+    """Two processes read at the same moment: whoever moves the cursor has the letters."""
+    with opened(broker_url.removeprefix("dbqueue+")) as database:
+        one, other = Mail(database), Mail(database)
+        one.open("q")
+        for n in range(3):
+            one.post(Letter("", "q", b"{}", str(n).encode(), 10_000_000, ("dbqueue.mail.=q",)))
+        taken: list[Item] = []
+
+        def meanwhile(item: Item) -> int:
+            if not taken:
+                taken.extend(other.read("q", (), 10))
+            return 9
+
+        assert one.read("q", (), 10, meanwhile) == []
+        assert [letter.payload for letter in taken] == [b"0", b"1", b"2"]
+        one.close()
+        other.close()
