@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from dbqueue.clock import Clock
+from dbqueue.database.alive import Alive
 from dbqueue.database.tables import (
     Changed,
     Due,
@@ -73,6 +74,9 @@ class Dialect(Protocol):
         self, session: Session, jobs: Sequence[NewJob], database_id: str | None = None
     ) -> list[Enqueued]: ...
     def exists(self, session: Session, job_id: bytes) -> bool: ...
+
+    def live(self, worker: str) -> Alive | None:
+        """Says of a worker that its process lives, until it is closed; None: the lease alone tells."""
 
     # the log of short-lived messages
     def mail_session(self) -> OwnSession | None: ...

@@ -317,6 +317,9 @@ class Postgres:
     def exists(self, session: Session, job_id: bytes) -> bool:
         return bool(session.execute(self._exists, {"id": job_id.hex()}))
 
+    def live(self, worker: str) -> None:
+        """The lease tells: nobody's transaction keeps its owner from renewing."""
+
     # -- the log of short-lived messages -----------------------------------------------------------------------------
 
     def mail_session(self) -> None:

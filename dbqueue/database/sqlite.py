@@ -24,6 +24,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 
 from dbqueue.clock import SQLITE_NOW, Clock
 from dbqueue.database import touched
+from dbqueue.database.alive import Alive, is_alive
 from dbqueue.database.dialect import OwnSession, Row, Session
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
@@ -63,6 +64,7 @@ LOCK_PATIENCE = 10.0
 
 TURN_PATIENCE = 0.5
 UPKEEP_PATIENCE = 0.5
+SPARED = 5_000_000
 """Upkeep can wait for its next round; the worker that does it has leases to renew."""
 
 _NEW_COLUMNS = (
@@ -170,9 +172,11 @@ UPDATE {jobs} SET ready_at = :now, updated_at = :now WHERE id IN (
 """
 
 EXPIRED = """
-SELECT id, CASE WHEN on_crash = 1 THEN 3 WHEN on_crash = 2 OR attempt >= max_attempts THEN 6 ELSE 0 END
+SELECT id, CASE WHEN on_crash = 1 THEN 3 WHEN on_crash = 2 OR attempt >= max_attempts THEN 6 ELSE 0 END, worker
 FROM {jobs} WHERE state = 1 AND lease_until <= :now ORDER BY lease_until LIMIT :limit
 """
+# Its owner lives and could not write: it renews as soon as it can, and is not asked about again at every poll until then.
+SPARE = "UPDATE {jobs} SET lease_until = :until WHERE id = :id"
 EXPIRE_BACK = """
 UPDATE {jobs} SET state = :state, token = NULL, lease_until = NULL, lapses = lapses + 1, error_kind = 'crashed', error_summary = NULL,
   ready_at = CASE WHEN :state = 0 THEN :now END, updated_at = :now WHERE id = :id
@@ -423,6 +427,9 @@ class Sqlite:
     def exists(self, session: Session, job_id: bytes) -> bool:
         return bool(session.execute(self._text(EXISTS), {"id": job_id}))
 
+    def live(self, worker: str) -> Alive:
+        return Alive(self.path, worker)
+
     # -- the log of short-lived messages -----------------------------------------------------------------------------
 
     def mail_session(self) -> SqliteSession:
@@ -571,7 +578,13 @@ class Sqlite:
 
     def _expire(self, session: SqliteSession, now: int, limit: int) -> tuple[int, int, int]:
         counts = {State.PENDING: 0, State.DEAD: 0, State.UNKNOWN: 0}
-        for job_id, following in session.execute(self._text(EXPIRED), {"now": now, "limit": limit}):
+        living: dict[str | None, bool] = {}
+        for job_id, following, worker in session.execute(self._text(EXPIRED), {"now": now, "limit": limit}):
+            if worker not in living:
+                living[worker] = is_alive(self.path, worker)
+            if living[worker]:
+                session.execute(self._text(SPARE), {"id": job_id, "until": now + SPARED})
+                continue
             state = State(following)
             counts[state] += 1
             if state is State.DEAD:

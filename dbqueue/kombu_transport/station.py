@@ -28,6 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 from dbqueue import ids, routing
 from dbqueue.database import joined
+from dbqueue.database.alive import Alive
 from dbqueue.database.dialect import OwnSession, Session
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn
@@ -95,6 +96,7 @@ class Station:
         self._channels: dict[int, Inbox] = {}
         self._users = 0
         self._thread: threading.Thread | None = None
+        self._alive: Alive | None = None
         self._wake = Wake()
         self._closed = False
         self._idle_since: float | None = None
@@ -218,6 +220,7 @@ class Station:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed and os.getpid() == self.pid:
+                self._alive = self._alive or self.dialect.live(self.name)
                 self._thread = threading.Thread(target=self._work, name="dbqueue-kombu", daemon=True)
                 self._thread.start()
 
@@ -263,6 +266,8 @@ class Station:
     def _dispose(self) -> None:
         self.mail.close()
         self.database.close()
+        if self._alive is not None:
+            self._alive.close()
         self._wake.close()
 
     def _step(self) -> float:

@@ -276,3 +276,21 @@ def queue_is_back(queue: DBQueue) -> None:
         return True
 
     wait_for(reached, 30)
+
+
+@pytest.mark.databases("sqlite")
+def test_a_long_write_transaction_takes_no_living_consumers_message(
+    connect: Connect, broker_url: str, queue: DBQueue
+) -> None:
+    """Nobody can renew while it lasts, and the first to write after it may be another worker's sweep."""
+    connection = connect(lease=0.5)
+    declared(connection.default_channel)
+    publish(connection.default_channel, 1)
+    message = connection.default_channel.basic_get("q")
+    dialect = queue.database.dialect
+    with queue.database.transaction() as session:
+        until = session.execute("SELECT lease_until FROM dbqueue_jobs")[0][0]
+        wait_for(lambda: dialect.now(session) > until, 10)
+        assert dialect._expire(session, dialect.now(session), 10) == (0, 0, 0)  # type: ignore[attr-defined]
+    message.ack()
+    wait_for(lambda: queue.counts("q") == {"acked": 1}, 10)
