@@ -35,7 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
         for name in options.suite or SUITES:
             with _broker(database) as url:
                 done = run(
-                    SUITES[name], url, environment, smoke=options.smoke, only=options.only, limit=options.limit, show=True
+                    SUITES[name],
+                    url,
+                    environment,
+                    smoke=options.smoke,
+                    only=options.only,
+                    worker=options.worker,
+                    limit=options.limit,
+                    show=True,
                 )
             print(done.summary(), flush=True)
             runs.append(done)
@@ -57,6 +64,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="the subset that belongs to make test")
     parser.add_argument("-k", dest="only", metavar="PATTERN", help="tests whose file::class::name has this in it")
+    parser.add_argument(
+        "--worker",
+        choices=["thread", "process"],
+        default="thread",
+        help="how Celery's suite gets its worker: in a thread, as it wants it (default), or as the command celery worker, which "
+        "some of its tests cannot reach into",
+    )
     parser.add_argument("--celery", metavar="VERSION", help="or newest; default: the installed one")
     parser.add_argument("--kombu", metavar="VERSION", help="default: the newest of Celery's minor version")
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="for one suite on one database")

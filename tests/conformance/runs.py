@@ -103,12 +103,14 @@ def run(
     *,
     smoke: bool = False,
     only: str | None = None,
+    worker: str = "thread",
     limit: float = 3600.0,
     show: bool = False,
 ) -> Run:
     """Run a suite, or its smoke subset, or the tests that match `only`, on the broker's URL (`dbqueue+postgresql://...`).
 
-    `limit`: seconds for the whole run. `show`: upstream's progress goes to the terminal; otherwise it is kept as `Run.log`.
+    `worker`: Celery's suite starts one in a `thread` of its own, and some of its tests reach into it; in a `process` it is the
+    command that is deployed. `limit`: seconds for the whole run. `show`: upstream's progress goes to the terminal; otherwise it is kept as `Run.log`.
     Raises IndexUnreachable and RedisMissing.
     """
     home = environment.suite(suite.name)
@@ -131,6 +133,7 @@ def run(
             "slow": _SLOW,
             "slow_tests": suite.slow_tests,
             "worker_files": suite.worker_files,
+            "worker": worker,
             "hurry": smoke and suite.name == "celery",
         }
         (folder / "plan.json").write_text(json.dumps(plan))
@@ -202,7 +205,7 @@ def _clean_environment() -> dict[str, str]:
 def _read(path: Path, run: Run) -> None:
     for line in path.read_text().splitlines():
         entry = json.loads(line)
-        known = run.results.setdefault(entry["name"], Result(entry["outcome"]))
+        known = run.results.setdefault(entry["name"], Result("planned"))
         known.seconds = round(known.seconds + entry["seconds"], 2)
         if entry["outcome"] and known.outcome != "failed":  # by a part of it, or before its fixtures were taken down
             known.outcome, known.why = entry["outcome"], entry["why"]

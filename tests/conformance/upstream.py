@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".venv-conformance"
 
 # What Kombu's and Celery's suites import, beside the libraries themselves.
-_HELPERS = ("pydantic", "pytest<10", "pytest-timeout", "redis", "tblib")
+_HELPERS = ("pydantic", "pytest<10", "pytest-subtests", "pytest-timeout", "redis", "tblib")
 # How pip says that there is no index to ask. It says the last of them for a version that does not exist as well, but then it
 # names the versions that do.
 _UNREACHABLE = ("NewConnectionError", "ConnectTimeout", "NameResolutionError", "ProxyError", "(from versions: none)")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,10 +111,30 @@ def test_an_ack_is_written_before_the_connection_is_closed(connect: Connect, que
     connection = connect()
     declared(connection.default_channel)
     publish(connection.default_channel, *range(20))
-    for _ in range(20):
-        connection.default_channel.basic_get("q").ack()
-    connection.release()
-    assert queue.counts("q") == {"acked": 20}
+    got = [connection.default_channel.basic_get("q") for _ in range(20)]
+    with locked_for_a_moment(queue):
+        for message in got:
+            message.ack()
+        connection.release()
+        assert queue.counts("q") == {"acked": 20}
+
+
+@contextmanager
+def locked_for_a_moment(queue: DBQueue) -> Iterator[None]:
+    """All jobs are locked by somebody else, who goes away by himself while the block runs."""
+    locked, gone = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with queue.database.transaction() as session:
+            session.execute("UPDATE dbqueue_jobs SET updated_at = updated_at")
+            locked.set()
+            gone.wait(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert locked.wait(10)
+    yield
+    thread.join()
 
 
 def test_an_ack_through_a_closed_channel_counts(

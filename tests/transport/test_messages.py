@@ -411,6 +411,7 @@ def test_persistent_messages_to_durable_auto_delete_queues_are_jobs(connect: Con
     target.declare()
     publish(connection.default_channel, 1, "", "b")
     assert queue.counts(target.name) == {"pending": 1}
+    assert target.queue_declare(passive=True).message_count == 1  # and no letter beside it
     assert drained(connection, target, 1)[0].payload == 1
 
 

@@ -6,10 +6,13 @@ that is killed leaves what it knew. The text of a suite is never changed.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     if PLAN["hurry"]:
         _take_the_first_answer()
+    if PLAN["worker"] == "process":
+        from celery.contrib.testing import worker
+
+        worker.start_worker = _start_worker_process
 
 
 def _take_the_first_answer() -> None:
@@ -38,6 +45,29 @@ def _take_the_first_answer() -> None:
         original(self, *positional, **{"limit": 1, **named})
 
     Inspect.__init__ = __init__
+
+
+@contextlib.contextmanager
+def _start_worker_process(app: Any, **_: Any) -> Iterator[None]:
+    """`celery worker` as it is deployed, in place of the thread that the suite starts, under the name that the suite expects."""
+    from celery.contrib.testing.tasks import ping
+    from celery.result import allow_join_result
+    from celery.utils.nodenames import anon_nodename
+
+    command = [sys.executable, "-m", "celery", "-A", "worker_app", "worker", "-n", anon_nodename(), "-c", "2", "-l", "INFO"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        with allow_join_result():
+            assert ping.delay().get(timeout=30) == "pong"
+        yield
+    finally:
+        process.terminate()
+        try:
+            code = process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert code == 0, f"the worker ended with {code} after SIGTERM"
 
 
 @pytest.hookimpl(trylast=True)
