@@ -17,14 +17,27 @@ UNLIMITED = 2**31 - 1
 TRANSIENT = 1
 
 
+AMQP_PROPERTIES = frozenset(
+    {
+        "delivery_mode", "priority", "correlation_id", "reply_to", "expiration", "message_id", "timestamp", "type", "user_id", "app_id",
+        "cluster_id",
+    }
+)  # fmt: skip
+
+
 def head_of(message: dict[str, Any], exchange: str, routing_key: str) -> bytes:
+    """Raises TypeError for headers that JSON cannot hold. Of properties that it cannot hold only AMQP's own are kept, as AMQP does:
+    whatever a caller hands to ``publish`` becomes one."""
     properties = {name: value for name, value in message["properties"].items() if name != "delivery_info"}
-    return dumps(
-        {
-            "type": message.get("content-type"), "encoding": message.get("content-encoding"), "headers": message.get("headers") or {},
-            "properties": properties, "exchange": exchange, "routing_key": routing_key,
-        }
-    ).encode()  # fmt: skip
+    head = {
+        "type": message.get("content-type"), "encoding": message.get("content-encoding"), "headers": message.get("headers") or {},
+        "properties": properties, "exchange": exchange, "routing_key": routing_key,
+    }  # fmt: skip
+    try:
+        return dumps(head).encode()
+    except TypeError:
+        head["properties"] = {name: value for name, value in properties.items() if name in AMQP_PROPERTIES}
+        return dumps(head).encode()
 
 
 def body_of(message: dict[str, Any]) -> bytes:

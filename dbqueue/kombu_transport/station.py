@@ -278,8 +278,8 @@ class Station:
         try:
             if self._connection.ready(self.ledger.ids):
                 self._listen()
+                self._read_mail()  # remote control goes before tasks
                 more = self._turn()
-                self._read_mail()
                 self._house()
                 self._told = False
                 if more:

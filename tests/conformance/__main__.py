@@ -47,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(done.summary(), flush=True)
             runs.append(done)
             # After each run: the whole takes long, and may be interrupted.
-            options.report.write_text(f"{environment}\n" + "".join(f"{line}\n" for each in runs for line in each.lines()))
+            options.report.write_text(
+                f"{environment}\n" + "".join(f"{line}\n" for each in runs for line in each.lines())
+            )
     print(*(f"FAILED {each.title}: {name}" for each in runs for name in each.failures), sep="\n")
     print(*(each.summary() for each in runs), f"Report: {options.report}", sep="\n")
     return 0 if all(each.ok for each in runs) else 1

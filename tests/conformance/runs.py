@@ -69,9 +69,7 @@ class Run:
         judged = self.count("passed") + len(self.failures)
         parts = [f"{self.title}: {self.count('passed')} of {judged} passed"]
         parts += [
-            f"{count} {word}"
-            for word in ("skipped", "expected failure", "left out")
-            if (count := self.count(word))
+            f"{count} {word}" for word in ("skipped", "expected failure", "left out") if (count := self.count(word))
         ]
         return f"{', '.join(parts)}, {self.seconds:.0f} s{' -- ' + self.ended if self.ended else ''}"
 
@@ -124,6 +122,7 @@ def run(
         folder = Path(name)
         patterns = [f"*{only}*"] if only else list(suite.smoke) if smoke else ["*"]
         plan = {
+            "suite": suite.name,
             "broker": broker,
             "dead_broker": _dead(broker, folder),
             "left_out": left_out,
@@ -134,7 +133,6 @@ def run(
             "slow_tests": suite.slow_tests,
             "worker_files": suite.worker_files,
             "worker": worker,
-            "hurry": smoke and suite.name == "celery",
         }
         (folder / "plan.json").write_text(json.dumps(plan))
         (folder / "pytest.ini").write_text(_INI)

@@ -30,7 +30,7 @@ def test_they_pass_with_other_versions(suite: str, database_url: str, celery: st
 def _run(suite: str, database_url: str, celery: str | None, kombu: str | None) -> None:
     try:
         environment = upstream.environment(celery, kombu)
-        done = run(SUITES[suite], f"dbqueue+{database_url}", environment, smoke=True, limit=240)
+        done = run(SUITES[suite], f"dbqueue+{database_url}", environment, smoke=True, worker="process", limit=240)
     except upstream.IndexUnreachable as unreachable:
         if os.environ.get("CI"):
             raise

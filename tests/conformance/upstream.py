@@ -76,7 +76,9 @@ def environment(celery: str | None = None, kombu: str | None = None) -> Environm
     else:
         wanted = [f"celery=={celery}", f"kombu=={kombu or '.'.join(celery.split('.')[:2]) + '.*'}"]
     wanted += _HELPERS
-    name = f"python-{sys.version_info.major}.{sys.version_info.minor}-celery-{celery}" + (f"-kombu-{kombu}" if kombu else "")
+    name = f"python-{sys.version_info.major}.{sys.version_info.minor}-celery-{celery}" + (
+        f"-kombu-{kombu}" if kombu else ""
+    )
     folder = CACHE / name
     python, stamp = folder / "bin" / "python", folder / ".stamp"
     contents = hashlib.sha256("\n".join([*wanted, (ROOT / "pyproject.toml").read_text()]).encode()).hexdigest()

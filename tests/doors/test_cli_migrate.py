@@ -26,7 +26,11 @@ def run_sql(url: str, script: str) -> None:
 
 @pytest.mark.req("D6")
 def test_migrate_applies_once(cli: Run, database_url: str) -> None:
-    assert cli("migrate", "--url", database_url, "--dry-run") == (0, "would apply 0001_jobs\nwould apply 0002_messages\n", "")
+    assert cli("migrate", "--url", database_url, "--dry-run") == (
+        0,
+        "would apply 0001_jobs\nwould apply 0002_messages\n",
+        "",
+    )
     assert cli("migrate", "--url", database_url, "--dry-run", "--json").json == {
         "dry_run": True, "migrations": [{"version": 1, "name": "jobs"}, {"version": 2, "name": "messages"}],
     }  # fmt: skip

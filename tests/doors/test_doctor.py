@@ -165,7 +165,10 @@ def test_a_missing_or_other_schema_is_told_as_everywhere(cli: Run, database_url:
     assert cli("migrate", "--url", database_url).code == 0
     newest = "version = (SELECT max(version) FROM dbqueue_migrations)"
     for change, error in (("DELETE FROM", "schema_outdated"), ("UPDATE", "schema_too_new")):
-        run_sql(database_url, f"{change} dbqueue_migrations {'SET version = 99' if change == 'UPDATE' else ''} WHERE {newest}")
+        run_sql(
+            database_url,
+            f"{change} dbqueue_migrations {'SET version = 99' if change == 'UPDATE' else ''} WHERE {newest}",
+        )
         assert answered() == (4, "", error)
 
 

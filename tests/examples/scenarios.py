@@ -114,6 +114,8 @@ class Scenarios:
     def test_beat_sends_what_is_due(self, shop: Lab) -> None:
         shop.worker(pool="solo")
         beat = shop.celery("beat", "-s", str(shop.scratch / "schedule"), count_every=1)
-        wait_for(lambda: ("0 orders",) in self.rows(shop, self.events_table, "what"), 60, "no tick of beat was worked on")
+        wait_for(
+            lambda: ("0 orders",) in self.rows(shop, self.events_table, "what"), 60, "no tick of beat was worked on"
+        )
         assert beat.poll() is None
         shop.stop(beat)

@@ -478,3 +478,14 @@ def test_a_letter_is_taken_by_one_reader_only(broker_url: str) -> None:
         assert [letter.payload for letter in taken] == [b"0", b"1", b"2"]
         one.close()
         other.close()
+
+
+def test_properties_that_amqp_does_not_know_are_dropped_where_json_cannot_hold_them(connect: Connect) -> None:
+    channel = connect().channel()
+    declared(channel)
+    publish(channel, 1, correlation_id="c", mine=object())
+    publish(channel, 1, mine="text")
+    first, second = channel.basic_get("q"), channel.basic_get("q")
+    assert first.properties["correlation_id"] == "c"
+    assert "mine" not in first.properties
+    assert second.properties["mine"] == "text"

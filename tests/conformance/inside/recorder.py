@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import json
 import os
 import subprocess
@@ -27,24 +28,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart() -> None:
-    if PLAN["hurry"]:
-        _take_the_first_answer()
-    if PLAN["worker"] == "process":
-        from celery.contrib.testing import worker
+    if PLAN["suite"] == "celery":
+        _hurry_between_tests()
+        if PLAN["worker"] == "process":
+            from celery.contrib.testing import worker
 
-        worker.start_worker = _start_worker_process
+            worker.start_worker = _start_worker_process
 
 
-def _take_the_first_answer() -> None:
-    """Celery waits a second for further workers' answers, at least twice after each test. There is one worker."""
-    from celery.app.control import Inspect
+def _hurry_between_tests() -> None:
+    """After each test the suite asks whether the worker is idle, and waits a second or two for the answers of others. There are none."""
+    from celery.contrib.testing.manager import Manager
 
-    original = Inspect.__init__
+    original = Manager.wait_until_idle
 
-    def __init__(self: Any, *positional: Any, **named: Any) -> None:
-        original(self, *positional, **{"limit": 1, **named})
+    def wait_until_idle(self: Any) -> None:
+        control = self.app.control
+        patient = control.inspect
+        control.inspect = functools.partial(patient, limit=1)
+        try:
+            original(self)
+        finally:
+            control.inspect = patient
 
-    Inspect.__init__ = __init__
+    Manager.wait_until_idle = wait_until_idle
 
 
 @contextlib.contextmanager
@@ -54,7 +61,20 @@ def _start_worker_process(app: Any, **_: Any) -> Iterator[None]:
     from celery.result import allow_join_result
     from celery.utils.nodenames import anon_nodename
 
-    command = [sys.executable, "-m", "celery", "-A", "worker_app", "worker", "-n", anon_nodename(), "-c", "2", "-l", "INFO"]
+    command = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        "worker_app",
+        "worker",
+        "-n",
+        anon_nodename(),
+        "-c",
+        "2",
+        "-l",
+        "INFO",
+    ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         with allow_join_result():
