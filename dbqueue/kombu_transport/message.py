@@ -9,6 +9,7 @@ from kombu.utils.json import dumps, loads
 
 from dbqueue import clock, ids
 from dbqueue.database.tables import BEST_PRIORITY, NewJob
+from dbqueue.mail import Item
 from dbqueue.settings import MAX_NAME, RESERVED_PREFIX
 
 TARGET = f"{RESERVED_PREFIX}message"
@@ -94,6 +95,14 @@ def revoked_by(body: bytes) -> list[str]:
         return []
     given = ids_given if isinstance(ids_given, (list, tuple)) else [ids_given]
     return [task_id for task_id in given if isinstance(task_id, str)]
+
+
+def rank_of(letter: Item) -> int:
+    """A short-lived message's place among those that come with it; smaller is better. What cannot be read comes last."""
+    try:
+        return stored_priority(loads(letter.head.decode()), redis=False)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return BEST_PRIORITY
 
 
 def job_of(

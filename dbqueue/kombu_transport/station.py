@@ -11,6 +11,8 @@ What can fail, and what then happens:
   ended meanwhile, the channels are told by ConnectionLost, so that Celery drops what it has not started.
 * A settle answers busy: asked again in a moment. Lost: the message belongs to somebody else, its ack changes nothing.
 * A fork: the child has none of this, and begins anew with its first use.
+
+Over 400 lines, because what other threads ask and what the thread does share its state, and are read side by side.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from typing import Any, Protocol, TypeVar
 from dbqueue import ids, routing
 from dbqueue.database import joined
 from dbqueue.database.alive import Alive
-from dbqueue.database.dialect import OwnSession, Session
+from dbqueue.database.dialect import Session
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn
 from dbqueue.errors import ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
+from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.kombu_transport.ledger import Delivery, Ledger
+from dbqueue.kombu_transport.message import rank_of
 from dbqueue.kombu_transport.options import Options
 from dbqueue.mail import Binding, Item, Mail, bells
 from dbqueue.queue import open_database
@@ -47,9 +51,6 @@ log = logging.getLogger("dbqueue.kombu")
 
 T = TypeVar("T")
 
-ALIVE, ALIVE_EVERY = 60.0, 20.0
-"""Seconds that a consumer's row is good for, and how often its process moves them on."""
-SWEEP_EVERY = 30.0
 FACTS_FOR = 10.0
 """Seconds for which what was declared about a queue is remembered."""
 CLAIM_ANYWAY, SWEEP_PAUSE = 5.0, 0.02
@@ -109,8 +110,7 @@ class Station:
         self._backlog: dict[int, bool] = {}
         self._claim_at: dict[int, float] = {}
         self._mail_at = 0.0
-        self._alive_at = time.monotonic() + ALIVE_EVERY
-        self._sweep_at = time.monotonic() + random.uniform(0.5, 1.0) * SWEEP_EVERY
+        self._housekeeping = Housekeeping(self.database, self.mail, self.name)
         self._not_before = 0.0
         self._careful = False
         self._told = False
@@ -245,7 +245,7 @@ class Station:
             self._connection.close()
             with self._lock:
                 self._thread = None
-                if self._closed or not self._users:
+                if self._closed:
                     self._dispose()
 
     def _finished(self) -> bool:
@@ -441,7 +441,7 @@ class Station:
         self._mail_at = now + (max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll)
         for channel in self._inboxes():
             for queue, bindings in channel.letters_wanted():
-                if letters := self.mail.read(queue, bindings, MOST_CLAIMED, rank):
+                if letters := self.mail.read(queue, bindings, MOST_CLAIMED, rank_of):
                     channel.put_letters(queue, letters)
                     if len(letters) >= MOST_CLAIMED:
                         self._mail_at = 0.0
@@ -456,42 +456,8 @@ class Station:
             if self._upkeep.run(session):
                 for channel in self._inboxes():
                     self._backlog[channel.key] = True
-        if now >= self._alive_at:
-            self._alive_at = now + ALIVE_EVERY
-            with self.database.errors():
-                self._in_transaction(
-                    session, lambda s: routing.keep_consumers(self.dialect, s, self.name, round(ALIVE * 1e6))
-                )
-        if now >= self._sweep_at:
-            self._sweep_at = now + SWEEP_EVERY * random.uniform(0.8, 1.2)
-            with self.database.errors():
-                self._sweep(session)
-
-    def _sweep(self, session: OwnSession) -> None:
-        grace = round(ALIVE * 1e6)
-        for queue in routing.abandoned_queues(self.dialect, session, grace):
-            self._in_transaction(session, lambda s, queue=queue: routing.delete_queue(self.dialect, s, queue))  # type: ignore[misc]
-            self.mail.drop(queue)
-            self.forget(queue)
-        dead = routing.expired_messages(self.dialect, session, 100)
-        for job_id in dead:
-            self._in_transaction(session, lambda s, job_id=job_id: self.dialect.cancel(s, job_id))  # type: ignore[misc]
-        if len(dead) >= 100:
-            self._sweep_at = 0.0
-        self._in_transaction(session, lambda s: routing.forget_dead_consumers(self.dialect, s, grace))
-        self._in_transaction(session, lambda s: routing.forget_revoked(self.dialect, s))
-        self.mail.prune()
-
-    @staticmethod
-    def _in_transaction(session: OwnSession, verb: Callable[[Session], object]) -> None:
-        session.begin(time.monotonic() + 0.5)
-        try:
-            verb(session)
-            session.commit()
-        except BaseException:
-            with contextlib.suppress(Exception):
-                session.rollback()
-            raise
+        with self.database.errors():
+            self._housekeeping.run(session, now)
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -503,7 +469,7 @@ class Station:
         if not self._users and not len(self.ledger):
             times.append(now + LINGER / 4)
         if self._channels or len(self.ledger):
-            times += [self._upkeep.next_at, self._alive_at, self._sweep_at]
+            times += [self._upkeep.next_at, self._housekeeping.next_at]
         for channel in self._inboxes():
             if channel.letters_wanted():
                 times.append(self._mail_at)
@@ -533,18 +499,6 @@ class Station:
 
     def _letters_wanted(self) -> bool:
         return any(channel.letters_wanted() for channel in self._inboxes())
-
-
-def rank(letter: Item) -> int:
-    """Smaller is better. Nearly all have none, and JSON is not read for them."""
-    if b'"priority"' not in letter.head:
-        return 9
-    from kombu.utils.json import loads
-
-    try:
-        return 9 - max(0, min(9, int(loads(letter.head.decode())["properties"].get("priority") or 0)))
-    except (TypeError, ValueError):
-        return 9
 
 
 # -- one for each process and database ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from kombu.simple import SimpleQueue
 from dbqueue import DBQueue
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Letter
-from dbqueue.kombu_transport import station as stations
+from dbqueue.kombu_transport import housekeeping
 from dbqueue.mail import Item, Mail
 from dbqueue.routing import matches
 from tests.factory import opened
@@ -199,7 +199,7 @@ def test_an_auto_delete_queue_goes_with_its_last_consumer(connect: Connect) -> N
 
 
 def test_queues_that_nobody_uses_expire(connect: Connect, broker_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stations, "SWEEP_EVERY", 0.05)
+    monkeypatch.setattr(housekeeping, "SWEEP_EVERY", 0.05)
     connection = connect(poll=0.05)
     channel = connection.default_channel
     kept = declared(channel, "kept", expires=0.2)
