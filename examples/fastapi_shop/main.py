@@ -1,11 +1,7 @@
-"""A FastAPI shop whose Celery broker is its own database:
+"""A FastAPI shop whose Celery broker is its own database.
 
-    python -m examples.fastapi_shop.migrate
-    uvicorn examples.fastapi_shop.main:app
-    celery -A examples.fastapi_shop.tasks worker
-    celery -A examples.fastapi_shop.tasks beat
-
-An order and all messages about it are one transaction: a declined card leaves neither.
+`python -m examples.fastapi_shop.migrate`, `uvicorn examples.fastapi_shop.main:app`, `celery -A examples.fastapi_shop.tasks worker`,
+`celery -A examples.fastapi_shop.tasks beat`. An order and all messages about it are one transaction: a declined card leaves neither.
 """
 
 from __future__ import annotations

@@ -11,5 +11,6 @@ if __name__ == "__main__":
     queue = DBQueue(URL)
     queue.migrate()  # as `dbqueue migrate --url ...`; inside of a request's transaction nothing is created
     queue.close()
-    with celery.connection_for_write() as connection:  # so does a worker when it starts; the web application may be first
+    # As a worker does when it starts: the web application may be first.
+    with celery.connection_for_write() as connection:
         celery.amqp.queues["celery"](connection.default_channel).declare()

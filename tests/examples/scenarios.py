@@ -85,7 +85,7 @@ class Scenarios:
         assert (far.state, far.attempt) == ("pending", 0)
         scheduled = shop.celery("inspect", "scheduled", "--json", "--timeout", "2")
         assert scheduled.wait(60) == 0, shop.log(scheduled)
-        assert far.task_id not in shop.log(scheduled)
+        assert str(far.task_id) not in shop.log(scheduled)
         shop.stop(worker)
 
         began = time.time()

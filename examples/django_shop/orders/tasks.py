@@ -4,6 +4,7 @@ import time
 
 from celery import shared_task
 from django.conf import settings
+
 from orders.models import Event, Order
 
 

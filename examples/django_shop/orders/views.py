@@ -7,10 +7,10 @@ from django.conf import settings
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, JsonResponse
 from django.shortcuts import get_object_or_404
-from orders.models import Order
-from orders.tasks import ask_for_review, pack, print_label, reserve, send_receipt
 
 import dbqueue
+from orders.models import Order
+from orders.tasks import ask_for_review, pack, print_label, reserve, send_receipt
 
 
 class Declined(Exception):

@@ -4,8 +4,8 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     initial = True
-    dependencies = []
-    operations = [
+    dependencies = ()
+    operations = (
         migrations.CreateModel(
             name="Order",
             fields=[
@@ -23,4 +23,4 @@ class Migration(migrations.Migration):
                 ("order", models.ForeignKey(null=True, on_delete=django.db.models.deletion.CASCADE, to="orders.order")),
             ],
         ),
-    ]
+    )
