@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
@@ -107,9 +107,9 @@ def run(
 ) -> Run:
     """Run a suite, or its smoke subset, or the tests that match `only`, on the broker's URL (`dbqueue+postgresql://...`).
 
-    `worker`: Celery's suite starts one in a `thread` of its own, and some of its tests reach into it; in a `process` it is the
-    command that is deployed. `limit`: seconds for the whole run. `show`: upstream's progress goes to the terminal; otherwise it is kept as `Run.log`.
-    Raises IndexUnreachable and RedisMissing.
+    `worker`: Celery's suite starts one in a `thread` of its own, and some of its tests reach into it; as a `process` it is the
+    command that is deployed. `limit`: seconds for the whole run. `show`: upstream's progress goes to the terminal; otherwise it
+    is kept as `Run.log`. Raises IndexUnreachable and RedisMissing.
     """
     home = environment.suite(suite.name)
     left_out = dict(suite.left_out)
@@ -150,7 +150,10 @@ def run(
             settings.update(REDIS_HOST="127.0.0.1", REDIS_PORT=str(port), TEST_BACKEND=f"redis://127.0.0.1:{port}/0")
         command: list[str | Path] = [environment.python, "-m", "pytest", "-c", folder / "pytest.ini", "--rootdir", home]
         command += ["-q", "--no-header", "--tb=short", "-p", "recorder", "-p", "no:cacheprovider", "-p", "no:dbqueue"]
-        command += _targets(suite, home)
+        whole_files = {
+            file: why for file, why in _whole_files(suite).items() if (home / "t" / "integration" / file).exists()
+        }
+        command += _targets(suite, whole_files)
         began = time.monotonic()
         log = folder / "log"
         with log.open("wb") as output:
@@ -171,18 +174,23 @@ def run(
                 _stop(process)
         result.seconds = time.monotonic() - began
         _read(folder / "results", result)
+        if patterns == ["*"]:
+            result.results.update({file: Result("left out", why) for file, why in whole_files.items()})
         result.log = log.read_text(errors="replace")
         if not result.ended and process.returncode not in (0, 1):
             result.ended = f"pytest ended with {process.returncode}"
     return result
 
 
-def _targets(suite: Suite, home: Path) -> list[str | Path]:
+def _whole_files(suite: Suite) -> dict[str, str]:
+    """Files of which every test is left out. They are not even imported: they may need libraries that are not here."""
+    return {pattern.removesuffix("*"): why for pattern, why in suite.left_out.items() if pattern.endswith(".py*")}
+
+
+def _targets(suite: Suite, without: Iterable[str]) -> list[str | Path]:
     if suite.name == "kombu":
         return [_INSIDE / "kombu_classes.py"]
-    # A file of which every test is left out is not even imported: it may need libraries that are not here.
-    whole = [pattern.removesuffix("*") for pattern in suite.left_out if pattern.endswith(".py*")]
-    return ["-p", "celery.contrib.pytest", "t/integration", *(f"--ignore=t/integration/{file}" for file in whole)]
+    return ["-p", "celery.contrib.pytest", "t/integration", *(f"--ignore=t/integration/{file}" for file in without)]
 
 
 def _dead(broker: str, folder: Path) -> str:

@@ -17,6 +17,7 @@ class Suite:
     needs_redis: bool = False
     """Results and notes of its tasks are kept in Redis."""
     slow_tests: tuple[str, ...] = ()
+    """They try out dozens of combinations, some of which wait for seconds."""
     worker_files: tuple[str, ...] = ()
     """Whose tests want the session's worker, whether they say so or not."""
 
@@ -52,7 +53,7 @@ CELERY = Suite(
         "test_tasks.py::test_tasks::test_task_retried_once",
         "test_tasks.py::test_tasks::test_task_retried_priority",
         "test_inspect.py::*test_ping",
-        "test_inspect.py::*test_scheduled",
+        "test_inspect.py::*test_registered",
         "test_canvas.py::test_chain::test_complex_chain",
         "test_canvas.py::test_chain::test_chain_of_chords_with_two_tasks",
         "test_canvas.py::test_chord::test_group_chain",
@@ -76,6 +77,13 @@ CELERY = Suite(
         "test_worker.py::test_django_fixup*": _NO_BROKER,
     },
     needs_redis=True,
+    slow_tests=(
+        "*allow_error_cb_on_chord_header*",
+        "*test_upgraded_chord_link_error_with_header_errback_enabled*",
+        "*test_nested_chord_header_link_error*",
+        "*test_chord_error_propagation_with_different_body_types*",
+        "*test_revoked_by_headers_complex_canvas*",
+    ),
     worker_files=("test_tasks.py", "test_canvas.py", "test_group_chains.py", "test_inspect.py"),
 )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import kombu
 import kombu.serialization  # what makes the URL known is loaded with it: by Celery, Queue, Producer, but not by Connection alone
 import pytest
-import t.integration.common as common
-from recorder import PLAN
+import t.integration.common as common  # type: ignore[import-not-found]
+from recorder import PLAN  # type: ignore[import-not-found]
 
 
 @pytest.fixture
