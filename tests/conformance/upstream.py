@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
+import os
 import subprocess
 import sys
 import tarfile
@@ -102,9 +103,10 @@ def _installed(name: str) -> str | None:
 
 
 def _pip(python: Path, *arguments: str) -> None:
-    command: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
-    command += ["--retries", "1", "--timeout", "10", *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "-q", *arguments]
+    # As variables they reach the pip that pip itself starts for what it builds with.
+    impatient = os.environ | {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "15"}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=impatient)
     if done.returncode:
         said = done.stdout + done.stderr
         error = IndexUnreachable if any(word in said for word in _UNREACHABLE) else RuntimeError
