@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,8 @@ from examples.fastapi_shop.tasks import ask_for_review, pack, print_label, reser
 
 REVIEW_AFTER = float(os.environ.get("SHOP_REVIEW_AFTER", "86400"))
 """Seconds after an order at which its customer is asked for a review."""
+BANK_SECONDS = float(os.environ.get("SHOP_BANK_SECONDS", "0"))
+"""How long the bank takes to charge a card."""
 
 engine = create_async_engine(url_for("aiosqlite", "asyncpg"))
 sessions = async_sessionmaker(engine)
@@ -58,7 +61,8 @@ async def create_order(new: NewOrder, session: SessionOfRequest) -> dict[str, in
         send_receipt.delay(order.id)
         ask_for_review.apply_async((order.id,), countdown=REVIEW_AFTER)
         chain(reserve.si(order.id), group(pack.si(order.id), print_label.si(order.id))).apply_async()
-    if new.card == "declined":  # the bank's answer comes last; the session is closed without a commit
+    await asyncio.sleep(BANK_SECONDS)  # the bank's answer comes last
+    if new.card == "declined":  # the session is closed without a commit
         raise HTTPException(402, "declined")
     number = order.id
     await session.commit()

@@ -37,6 +37,8 @@ CELERY_BEAT_SCHEDULE = {
 
 REVIEW_AFTER = float(os.environ.get("SHOP_REVIEW_AFTER", "86400"))
 """Seconds after an order at which its customer is asked for a review."""
+BANK_SECONDS = float(os.environ.get("SHOP_BANK_SECONDS", "0"))
+"""How long the bank takes to charge a card."""
 PRINTER_SECONDS = float(os.environ.get("SHOP_PRINTER_SECONDS", "0"))
 """How long the label printer takes."""
 

@@ -1,5 +1,6 @@
 """An order and all messages about it are one transaction: a declined card leaves neither."""
 
+import time
 from typing import Any
 
 from celery import chain, group
@@ -39,6 +40,7 @@ def place(customer: str, cents: int, card: str) -> Order:
 
 def charge(card: str, cents: int) -> None:
     """The bank's answer comes last, when the order is written and its messages are too."""
+    time.sleep(settings.BANK_SECONDS)
     if card == "declined":
         raise Declined
 
