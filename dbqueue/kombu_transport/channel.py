@@ -46,7 +46,7 @@ class Channel(Publisher):
     def __init__(self, connection: Transport, **kwargs: Any) -> None:
         super().__init__(connection, **kwargs)
         self.key = id(self)
-        self.prefetch = 0
+        self.window = 0
         self._by_tag: dict[str, Consumer] = {}
         self._inbox: deque[tuple[str, Delivery | Item]] = deque()
         self._inbox_lock = threading.Lock()
@@ -125,8 +125,8 @@ class Channel(Publisher):
         return None
 
     def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
-        self.prefetch = prefetch_count or 0
-        self.qos.prefetch_count = self.prefetch
+        self.window = prefetch_count or 0
+        self.qos.prefetch_count = self.window
         self.station.news(self.key)
 
     def basic_ack(self, delivery_tag: int, multiple: bool = False) -> None:
@@ -157,18 +157,19 @@ class Channel(Publisher):
         if self.closed or transport is None or not transport.draining:
             return 0
         waiting = len(self._inbox)
-        if not self.prefetch:
+        if not self.window:
             return max(0, UNLIMITED_PREFETCH - waiting)
         held = self.station.ledger.held_by(self.key)
-        return max(0, self.prefetch - held)
+        return max(0, self.window - held)
 
     def queues(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(consumer.queue for consumer in list(self._by_tag.values())))
 
-    def letters_wanted(self) -> list[tuple[str, tuple[Binding, ...]]]:
+    def wants_letters(self) -> bool:
         transport = self.connection
-        if transport is None or not transport.draining or len(self._inbox) > 10 * UNLIMITED_PREFETCH:
-            return []
+        return transport is not None and transport.draining and len(self._inbox) <= 10 * UNLIMITED_PREFETCH
+
+    def letters(self) -> list[tuple[str, tuple[Binding, ...]]]:
         return [(consumer.queue, consumer.bindings) for consumer in list(self._by_tag.values()) if consumer.brief]
 
     def put(self, deliveries: list[Delivery]) -> None:

@@ -54,6 +54,7 @@ T = TypeVar("T")
 FACTS_FOR = 10.0
 """Seconds for which what was declared about a queue is remembered."""
 CLAIM_ANYWAY, SWEEP_PAUSE = 5.0, 0.02
+GATHER = 0.001
 MOST_CLAIMED = 64
 MOST_LAPSES = 20
 """Leases lost in the hands of consumers, after which a message is dead: it kills whoever takes it."""
@@ -66,6 +67,8 @@ class Inbox(Protocol):
     """A channel, as the station's thread sees it."""
 
     key: int
+    window: int
+    """How many messages it may have in its hands; 0: any number."""
 
     def wanted(self) -> int:
         """How many messages may be claimed for it now."""
@@ -73,8 +76,10 @@ class Inbox(Protocol):
     def queues(self) -> tuple[str, ...]:
         """Whose messages it consumes."""
 
-    def letters_wanted(self) -> list[tuple[str, tuple[Binding, ...]]]:
+    def letters(self) -> list[tuple[str, tuple[Binding, ...]]]:
         """The brief queues it consumes, with their bindings."""
+
+    def wants_letters(self) -> bool: ...
 
     def put(self, deliveries: list[Delivery]) -> None: ...
     def put_letters(self, queue: str, letters: list[Item]) -> None: ...
@@ -110,6 +115,7 @@ class Station:
         self._backlog: dict[int, bool] = {}
         self._claim_at: dict[int, float] = {}
         self._mail_at = 0.0
+        self._changed = True
         self._housekeeping = Housekeeping(self.database, self.mail, self.name)
         self._not_before = 0.0
         self._careful = False
@@ -203,12 +209,14 @@ class Station:
             self._channels.pop(inbox.key, None)
             self._backlog.pop(inbox.key, None)
             self._claim_at.pop(inbox.key, None)
+        self._changed = True
         self.wake()
 
     def news(self, key: int) -> None:
         """The channel may have something to claim: it consumes another queue, say."""
         self._backlog[key] = True
         self._mail_at = 0.0
+        self._changed = True
         self.wake()
 
     def wake(self) -> None:
@@ -310,16 +318,19 @@ class Station:
             return list(self._channels.values())
 
     def _listen(self) -> None:
-        names = dict.fromkeys(queue for channel in self._inboxes() for queue in channel.queues())
-        self._upkeep.watch(tuple(names))
-        for channel in self._inboxes():
-            for queue, bindings in channel.letters_wanted():
-                names.update(dict.fromkeys(bells("", queue)))
-                names.update(dict.fromkeys(bell for exchange, _, _ in bindings for bell in bells(exchange, "")))
-        self._connection.listen_to(tuple(names))
         if self._connection.news:
             self._connection.news = False
             self._heard()
+        if not self._changed:
+            return
+        self._changed = False
+        names = dict.fromkeys(queue for channel in self._inboxes() for queue in channel.queues())
+        self._upkeep.watch(tuple(names))
+        for channel in self._inboxes():
+            for queue, bindings in channel.letters():
+                names.update(dict.fromkeys(bells("", queue)))
+                names.update(dict.fromkeys(bell for exchange, _, _ in bindings for bell in bells(exchange, "")))
+        self._connection.listen_to(tuple(names))
 
     def _heard(self) -> None:
         for channel in self._inboxes():
@@ -329,6 +340,7 @@ class Station:
 
     def _turn(self) -> bool:
         """Settle, renew, claim for one channel. Returns whether there is more to do at once."""
+        self._gather()
         now = time.monotonic()
         settling, renewing = self.ledger.to_settle(now), self.ledger.to_renew(now)
         if self._careful:
@@ -338,6 +350,17 @@ class Station:
         if settling or renewing or claim is not None:
             self._exchange(settling, renewing, channel, claim, now)
         return more
+
+    def _gather(self) -> None:
+        """While there is more to claim and a consumer has still half of its window to work on, a moment brings more acks into this
+        turn; a lone one is written at once."""
+        ended = self.ledger.settling
+        if ended and all(
+            self._backlog.get(channel.key) and ended < channel.window // 2
+            for channel in self._inboxes()
+            if channel.queues()
+        ):
+            time.sleep(GATHER)
 
     def _claim(self, now: float, settling: bool) -> tuple[Inbox | None, ClaimRequest | None, bool]:
         """Channels take turns, and so do the queues of each."""
@@ -440,7 +463,7 @@ class Station:
             return
         self._mail_at = now + (max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll)
         for channel in self._inboxes():
-            for queue, bindings in channel.letters_wanted():
+            for queue, bindings in channel.letters() if channel.wants_letters() else ():
                 if letters := self.mail.read(queue, bindings, MOST_CLAIMED, rank_of):
                     channel.put_letters(queue, letters)
                     if len(letters) >= MOST_CLAIMED:
@@ -471,7 +494,7 @@ class Station:
         if self._channels or len(self.ledger):
             times += [self._upkeep.next_at, self._housekeeping.next_at]
         for channel in self._inboxes():
-            if channel.letters_wanted():
+            if channel.letters() and channel.wants_letters():
                 times.append(self._mail_at)
             if channel.queues() and channel.wanted() > 0:
                 at = self._claim_at.get(channel.key, 0.0)
@@ -498,7 +521,7 @@ class Station:
             self._heard()
 
     def _letters_wanted(self) -> bool:
-        return any(channel.letters_wanted() for channel in self._inboxes())
+        return any(channel.letters() and channel.wants_letters() for channel in self._inboxes())
 
 
 # -- one for each process and database ---------------------------------------------------------------------------------

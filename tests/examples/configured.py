@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
+from kombu import Queue
+from kombu.common import Broadcast
 
 
-def make(broker: str, notes: Path, **settings: Any) -> Celery:
+def make(broker: str, notes: Path, *, broadcast: str = "", **settings: Any) -> Celery:
+    """``broadcast`` names a queue whose messages go to every worker."""
     app = Celery("configured", broker=broker, set_as_current=False)
     app.conf.update({"task_ignore_result": True, "worker_hijack_root_logger": False, **settings})
+
+    if broadcast:
+        app.conf.task_queues = [Queue("celery"), Broadcast(broadcast)]
 
     def note(text: str) -> None:
         with notes.open("a") as file:

@@ -19,6 +19,7 @@ from typing import Any
 import kombu
 import pytest
 from celery import Celery
+from celery.utils.nodenames import worker_direct
 
 import dbqueue
 from dbqueue import DBQueue
@@ -384,6 +385,17 @@ def test_eager_tasks_touch_no_broker(make: Make, database_url: str) -> None:
         shop.send("add", "a")
     engine.dispose()
     assert (shop.notes, shop.queue.counts()) == (["add a"], {})
+
+
+def test_one_worker_and_all_workers_can_be_addressed(make: Make) -> None:
+    shop = make(worker_direct=True, broadcast="everyone")
+    workers = [shop.worker("--without-mingle") for _ in range(2)]
+    shop.send("add", "all", queue="everyone")
+    shop.wait_for_note("add all", 2)
+    for _ in range(3):
+        shop.send("add", "second", queue=worker_direct("w1@shop"))
+    shop.wait_for_note("add second", 3)
+    assert [shop.log(worker).count("received") for worker in workers] == [1, 4]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
