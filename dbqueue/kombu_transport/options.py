@@ -28,7 +28,7 @@ _OWN = _SETTINGS | {"eta_lead", "priority_order"}
 _KOMBU = frozenset(
     {
         "max_retries", "interval_start", "interval_step", "interval_max", "connect_retries_timeout", "errback", "callback",
-        "polling_interval", "body_encoding", "deadletter_queue", "visibility_timeout",
+        "polling_interval", "body_encoding", "visibility_timeout",
     }
 )  # fmt: skip
 # Of the transports that people come from: Redis, RabbitMQ, SQS, SQLAlchemy.

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IN_ORDER_PATIENCE = 1.0
+COUNTED = 10_000
+"""A declaration that is not passive, as each producer makes it, counts no further: its caller does not look."""
 REVOKED_FOR = 3 * 3_600.0
 """Seconds for which a revoked task is remembered: as long as Celery's workers do."""
 LETTER_LIFE = 300.0
@@ -131,9 +133,11 @@ class Publisher(virtual.Channel):
         elif known.brief and not passive and joined.current() is None:
             station.run(lambda s: routing.touch_queue(dialect, s, name))
         station.learn(name, known)
-        if kwargs.get("nowait"):
+        if kwargs.get("nowait") or (joined.current() is not None and not passive):
             return queue_declare_ok_t(name, 0, 0)
-        return queue_declare_ok_t(name, self._size(name), self._consumer_count(name))
+        if passive:
+            return queue_declare_ok_t(name, self._size(name), self._consumer_count(name))
+        return queue_declare_ok_t(name, self._size(name, COUNTED), self._consumer_count(name))
 
     @staticmethod
     def _declared(name: str, options: dict[str, Any]) -> Queue:
@@ -203,9 +207,9 @@ class Publisher(virtual.Channel):
         if self.station.ledger.settling:
             self.station.flush(IN_ORDER_PATIENCE)
 
-    def _size(self, queue: str) -> int:
+    def _size(self, queue: str, most: int | None = None) -> int:
         self._in_order()
-        waiting = self._do(lambda s: routing.size(self.station.dialect, s, queue), write=False)
+        waiting = self._do(lambda s: routing.size(self.station.dialect, s, queue, most), write=False)
         route = self.station.facts(queue)
         if route is not None and route.brief:
             waiting += self.station.mail.size(queue, self._bindings(queue))

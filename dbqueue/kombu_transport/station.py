@@ -120,6 +120,7 @@ class Station:
         self._not_before = 0.0
         self._careful = False
         self._told = False
+        self._complaint = ""
         self._settled = threading.Condition()
 
     # -- for kombu's threads -----------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ class Station:
                 self._read_mail()  # remote control goes before tasks
                 more = self._turn()
                 self._house()
-                self._told = False
+                self._told, self._complaint = False, ""
                 if more:
                     return 0.0
             elif self.ledger.overdue(now):
@@ -301,7 +302,9 @@ class Station:
         except QueueError as error:
             self._careful = True
             self._not_before = time.monotonic() + random.uniform(0.5, 1.0)
-            log.error("dbqueue's transport: %s", error)
+            if str(error) != self._complaint:  # once, until it goes well again
+                self._complaint = str(error)
+                log.error("dbqueue's transport: %s", error)
         except Exception:
             self._not_before = time.monotonic() + 1.0
             log.exception("dbqueue's transport failed")
