@@ -54,23 +54,12 @@ class Configured:
 
     def worker(self, *arguments: str, size: int = 1, wait: bool = True, **environment: str) -> subprocess.Popen[bytes]:
         log = self.folder / f"log{len(self.processes)}"
-        command = [
-            sys.executable,
-            "-m",
-            "celery",
-            "-A",
-            TASK,
-            "worker",
-            "-c",
-            str(size),
-            "-l",
-            "INFO",
-            "--without-mingle",
-        ]
+        name = f"w{len(self.processes)}@shop"
+        command = [sys.executable, "-m", "celery", "-A", TASK, "worker", "-c", str(size), "-n", name, "-l", "INFO"]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*command, *arguments], cwd=ROOT, env=self.environment | environment, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                [*command, "--without-mingle", *arguments],
+                cwd=ROOT, env=self.environment | environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.processes.append(process)
         if wait:
@@ -389,7 +378,7 @@ def test_eager_tasks_touch_no_broker(make: Make, database_url: str) -> None:
 
 def test_one_worker_and_all_workers_can_be_addressed(make: Make) -> None:
     shop = make(worker_direct=True, broadcast="everyone")
-    workers = [shop.worker("--without-mingle") for _ in range(2)]
+    workers = [shop.worker() for _ in range(2)]
     shop.send("add", "all", queue="everyone")
     shop.wait_for_note("add all", 2)
     for _ in range(3):
