@@ -114,10 +114,15 @@ def run(
     home = environment.suite(suite.name)
     left_out = dict(suite.left_out)
     database = urlsplit(broker).scheme.removeprefix("dbqueue+")
-    if database.startswith("sqlite"):
-        left_out.update(suite.left_out_on_sqlite)
+    if worker == "process":
+        left_out.update(suite.left_out_of_process)
     version = getattr(environment, suite.name)
-    result = Run(f"{suite.name} {version} on {database}{' (smoke)' if smoke else ''}")
+    title = f"{suite.name} {version} on {database}"
+    if smoke:
+        title += ", smoke"
+    if worker == "process" and suite.name == "celery":
+        title += ", worker process"
+    result = Run(title)
     with tempfile.TemporaryDirectory(prefix="dbqueue-conformance-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         patterns = [f"*{only}*"] if only else list(suite.smoke) if smoke else ["*"]

@@ -13,7 +13,8 @@ class Suite:
     name: str
     smoke: tuple[str, ...]
     left_out: dict[str, str] = field(default_factory=dict)
-    left_out_on_sqlite: dict[str, str] = field(default_factory=dict)
+    left_out_of_process: dict[str, str] = field(default_factory=dict)
+    """With a worker in a process of its own."""
     needs_redis: bool = False
     """Results and notes of its tasks are kept in Redis."""
     slow_tests: tuple[str, ...] = ()
@@ -25,6 +26,7 @@ class Suite:
 _REDIS = "about the protocol of Celery's Redis transport or backend"
 _BACKEND = "about another result backend"
 _NO_BROKER = "no broker takes part"
+_REACHES_IN = "looks into the worker's memory, which is another process"
 
 KOMBU = Suite(
     "kombu",
@@ -75,6 +77,14 @@ CELERY = Suite(
         "test_upgrade.py*": _NO_BROKER,
         "test_loader.py*": _NO_BROKER,
         "test_worker.py::test_django_fixup*": _NO_BROKER,
+    },
+    left_out_of_process={
+        "test_canvas.py::test_stamping_mechanism::test_task_received_has_access_to_stamps": _REACHES_IN,
+        "test_canvas.py::test_stamping_mechanism::test_linking_stamped_sig": _REACHES_IN,
+        "test_canvas.py::test_stamping_mechanism::test_err_linking_stamped_sig": _REACHES_IN,
+        "test_inspect.py::test_Inspect::test_conf": _REACHES_IN,
+        "test_inspect.py::test_Inspect::test_hello_stamps_received_revoked_ids_locally": _REACHES_IN,
+        "test_tasks.py::test_tasks::test_send_task_without_ignore_result_uses_task_ignore_result": _REACHES_IN,
     },
     needs_redis=True,
     slow_tests=(

@@ -71,7 +71,7 @@ def _start_worker_process(app: Any, **_: Any) -> Iterator[None]:
         "-n",
         anon_nodename(),
         "-c",
-        "2",
+        "1",
         "-l",
         "INFO",
     ]
