@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import celery
 import kombu
 import pytest
 from celery import Celery
@@ -222,6 +223,7 @@ def test_priorities_decide_among_waiting_tasks(make: Make) -> None:
 
 
 @pytest.mark.req("C4")
+@pytest.mark.skipif(celery.VERSION < (5, 5), reason="before 5.5 Celery acknowledged what a cold shutdown interrupts")
 @pytest.mark.parametrize("soft", [0, 1], ids=["cold", "soft"])
 def test_a_quick_shutdown_gives_its_tasks_back_at_once(make: Make, soft: int) -> None:
     """The lease here is longer than the test."""
@@ -435,4 +437,6 @@ def test_every_setting_of_the_broker_has_a_row() -> None:
         for name in told
         if name not in DEFAULTS and name not in ("visibility_timeout", "priority_steps", "expires")
     }
-    assert (wanted - told, unknown) == (set(), set())
+    assert wanted <= told
+    if celery.VERSION >= (5, 7):  # older ones do not know them all
+        assert unknown == set()
