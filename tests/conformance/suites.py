@@ -83,6 +83,7 @@ CELERY = Suite(
         "test_canvas.py::test_stamping_mechanism::test_linking_stamped_sig": _REACHES_IN,
         "test_canvas.py::test_stamping_mechanism::test_err_linking_stamped_sig": _REACHES_IN,
         "test_inspect.py::test_Inspect::test_conf": _REACHES_IN,
+        "test_inspect.py::test_Inspect::test_stats": "wants the worker to have the process id of the tests",
         "test_inspect.py::test_Inspect::test_hello_stamps_received_revoked_ids_locally": _REACHES_IN,
         "test_tasks.py::test_tasks::test_send_task_without_ignore_result_*": _REACHES_IN,
         "test_tasks.py::test_tasks::test_revoked_by_headers_simple_canvas": _REACHES_IN,
