@@ -47,6 +47,8 @@ class Channel(Publisher):
         super().__init__(connection, **kwargs)
         self.key = id(self)
         self.window = 0
+        self.feeds_celery = False
+        """What it delivered went to a Celery worker, which knows what it has begun."""
         self._by_tag: dict[str, Consumer] = {}
         self._inbox: deque[tuple[str, Delivery | Item]] = deque()
         self._inbox_lock = threading.Lock()
@@ -220,6 +222,7 @@ class Channel(Publisher):
                     self._end(entry.tag, ends.handed_back)
                 continue
             done += 1
+            self.feeds_celery = self.feeds_celery or _is_celerys(consumer.callback)
             made = self._message(entry, consumer.no_ack) if isinstance(entry, Delivery) else self._letter(entry)
             if made is not None:
                 consumer.callback(made)
@@ -271,7 +274,7 @@ class Channel(Publisher):
         self.exchange_types = None
 
     def _give_back(self) -> None:
-        running = _running_tasks()
+        running = _running_tasks() if self.feeds_celery else None
         for delivery in self.station.ledger.of(self.key):
             if delivery.settlement is not None:
                 continue
@@ -281,9 +284,12 @@ class Channel(Publisher):
                 self._end(delivery.tag, ends.handed_back)
 
 
-def _running_tasks() -> set[str] | None:
-    """Ids of the tasks that this Celery worker has begun; None: this process is no Celery worker."""
+def _is_celerys(callback: Any) -> bool:
+    handler = getattr(getattr(callback, "__self__", None), "on_message", None)
+    return str(getattr(handler, "__module__", "")).startswith("celery.worker.")
+
+
+def _running_tasks() -> set[str]:
+    """Ids of the tasks that this Celery worker has begun."""
     state = sys.modules.get("celery.worker.state")
-    if state is None:
-        return None
-    return {request.id for request in tuple(state.active_requests)}
+    return set() if state is None else {request.id for request in tuple(state.active_requests)}

@@ -146,6 +146,7 @@ def test_an_ack_through_a_closed_channel_counts(
     monkeypatch.setattr(channels, "_running_tasks", lambda: {"begun"})
     connection = connect()
     channel = connection.channel()
+    channel.feeds_celery = True
     declared(channel)
     for task in ("begun", "waiting"):
         kombu.Producer(channel).publish(1, routing_key="q", headers={"id": task, "task": "t"})

@@ -64,6 +64,7 @@ def test_a_killed_workers_tasks_come_back(make_shop: MakeShop, queue: DBQueue) -
     shop.app.late.delay("a", 4)
     shop.app.add.delay(1, 1)
     shop.wait_for_note("start a")
+    wait_for(lambda: queue.counts("shop") == {"running": 2}, 30, "it did not fetch the second")
     os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
     killed = time.monotonic()
@@ -106,6 +107,7 @@ def test_a_stopped_worker_gives_back_what_it_has_not_begun(make_shop: MakeShop, 
     assert ended(worker, shop) == 0
     assert "end a" in shop.notes
     assert queue.counts("shop").get("running", 0) == 0
+    assert {record.attempt for record in queue.jobs(queue="shop", state="pending")} == {0}
     shop.worker(size=1)
     wait_for(lambda: sum(note.startswith("add") for note in shop.notes) == 6, 60)
     assert Counter(shop.notes).most_common(1)[0][1] == 1
