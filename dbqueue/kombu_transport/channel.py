@@ -204,10 +204,6 @@ class Channel(Publisher):
     def has_mail(self) -> bool:
         return bool(self._inbox)
 
-    @property
-    def is_brief(self) -> bool:
-        return any(consumer.brief for consumer in self._by_tag.values())
-
     def deliver(self) -> int:
         """Hands over everything that has arrived; returns how many messages that were."""
         done = 0

@@ -287,8 +287,8 @@ class Station:
         try:
             if self._connection.ready(self.ledger.ids):
                 self._listen()
-                self._read_mail()  # remote control goes before tasks
                 more = self._turn()
+                self._read_mail()  # after the tasks: who publishes one and asks for it at once is to see it
                 self._house()
                 self._told, self._complaint = False, ""
                 if more:

@@ -185,8 +185,7 @@ class Transport(virtual.Transport):
             raise ConnectionLost(str(error)) from error
         if self._station is None:
             raise ConnectionLost("this connection is closed")
-        # Remote control first: what it says may be about the tasks that have come with it.
-        return sum(channel.deliver() for channel in sorted(self.channels, key=lambda channel: not channel.is_brief))
+        return sum(channel.deliver() for channel in list(self.channels))
 
     # -- the event loop ----------------------------------------------------------------------------------------------
 

@@ -489,3 +489,16 @@ def test_properties_that_amqp_does_not_know_are_dropped_where_json_cannot_hold_t
     assert first.properties["correlation_id"] == "c"
     assert "mine" not in first.properties
     assert second.properties["mine"] == "text"
+
+
+def test_a_task_comes_before_the_question_that_was_sent_after_it(connect: Connect) -> None:
+    """Celery's `inspect` right after a `delay` is to find the task in the worker."""
+    connection, other = connect(), connect()
+    tasks, control = declared(connection.default_channel, "tasks"), brief(connection.default_channel, "control")
+    publish(other.default_channel, "task", "tasks")
+    publish(other.default_channel, "question", "", "e", delivery_mode=1)
+    got: list[str] = []
+    with kombu.Consumer(connection, [control, tasks], on_message=lambda m: got.append(m.payload), no_ack=True):
+        while len(got) < 2:
+            connection.drain_events(timeout=10)
+    assert got == ["task", "question"]
