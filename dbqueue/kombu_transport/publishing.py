@@ -70,7 +70,11 @@ class Publisher(virtual.Channel):
         database = self.station.database
         block.check(database)
         if block.buffer is not None:  # an async session is written to by its own commit only
-            return self.station.run(verb) if write else self.station.read(verb)
+            if not write:
+                return self.station.read(verb)
+            block.buffer.defer(database, verb)
+            block.at_end(self._forget_declared)
+            return None  # type: ignore[return-value]  # of writes, nobody asks
         with joined.failures(database):
             session = block.session(database)
             if not write:
@@ -222,7 +226,7 @@ class Publisher(virtual.Channel):
 
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any) -> None:
         block = joined.current()
-        if block is None or self._is_brief(message, exchange):
+        if block is None or self._is_brief(message, exchange, routing_key):
             self._publish(message, exchange or "", routing_key or "", None)
             return
         try:
@@ -232,14 +236,20 @@ class Publisher(virtual.Channel):
                 f"the message was not written ({type(error).__name__}): dbqueue could not look up where it goes. Roll back"
             ) from error
 
-    def _is_brief(self, message: dict[str, Any], exchange: str) -> bool:
-        """Remote control, events and replies: they do not join a caller's transaction."""
-        if messages.is_transient(message):
-            return True
+    def _is_brief(self, message: dict[str, Any], exchange: str, routing_key: str) -> bool:
+        """Remote control, events and replies: they do not join a caller's transaction. A transient message to an ordinary queue is
+        none of them."""
+        dialect, transient = self.station.dialect, messages.is_transient(message)
         if not exchange:
+            route = self.station.facts(routing_key)
+            return transient if route is None else route.takes_letter(transient=transient)
+        found = self.station.read(lambda s: routing.find_exchange(dialect, s, exchange))
+        if found is not None and not found.durable:
+            return True
+        if not transient:
             return False
-        found = self.station.read(lambda s: routing.find_exchange(self.station.dialect, s, exchange))
-        return found is not None and not found.durable
+        routes = self.station.read(lambda s: routing.routes(dialect, s, exchange, routing_key))
+        return all(route.takes_letter(transient=True) for route in routes)
 
     def _publish(self, message: dict[str, Any], exchange: str, routing_key: str, block: joined.Block | None) -> None:
         transient = messages.is_transient(message)
@@ -253,11 +263,39 @@ class Publisher(virtual.Channel):
                 joins=block is not None,
             )
         if not found and block is not None:
-            raise Unroutable(
-                f"no queue is bound to the exchange {exchange!r} with this routing key, so the message would be lost although your "
-                "transaction commits: declare the queue first"
-            )
+            if block.buffer is None:
+                raise _unroutable(exchange)
+            self._send_at_commit(message, exchange, routing_key, block)  # the binding may wait for the commit as well
+            return
         self._send(message, exchange, routing_key, found, transient=transient, block=block)
+
+    def _send_at_commit(self, message: dict[str, Any], exchange: str, routing_key: str, block: joined.Block) -> None:
+        dialect, database = self.station.dialect, self.station.database
+        block.check(database)
+        assert block.buffer is not None
+
+        def verb(session: Session) -> None:
+            found = routing.routes(dialect, session, exchange, routing_key)
+            if not found:
+                raise _unroutable(exchange)
+            for job in self._jobs(message, exchange, routing_key, found):
+                dialect.enqueue(session, job, database.database_id)
+
+        block.buffer.defer(database, verb)
+
+    def _jobs(self, message: dict[str, Any], exchange: str, routing_key: str, found: list[Route]) -> list[NewJob]:
+        head, body, options = (
+            messages.head_of(message, exchange, routing_key),
+            messages.body_of(message),
+            self.station.options,
+        )
+        return [
+            messages.job_of(
+                message, route.queue, head, body, queue_ttl_ms=route.message_ttl_ms, eta_lead=options.eta_lead,
+                redis=options.redis_priorities,
+            )
+            for route in found
+        ]  # fmt: skip
 
     def _send(
         self, message: dict[str, Any], exchange: str, routing_key: str, found: list[Route], *, transient: bool,
@@ -266,15 +304,7 @@ class Publisher(virtual.Channel):
         head = messages.head_of(message, exchange, routing_key)
         body = messages.body_of(message)
         brief = [route for route in found if route.takes_letter(transient=transient)]
-        options = self.station.options
-        jobs = [
-            messages.job_of(
-                message, route.queue, head, body, queue_ttl_ms=route.message_ttl_ms, eta_lead=options.eta_lead,
-                redis=options.redis_priorities,
-            )
-            for route in found
-            if not route.takes_letter(transient=transient)
-        ]  # fmt: skip
+        jobs = self._jobs(message, exchange, routing_key, [route for route in found if route not in brief])
         if jobs and block is not None:
             self._join(block, jobs)
         elif jobs:
@@ -307,3 +337,10 @@ class Publisher(virtual.Channel):
 
 def _us(route: Route) -> int | None:
     return None if route.message_ttl_ms is None else route.message_ttl_ms * 1_000
+
+
+def _unroutable(exchange: str) -> Unroutable:
+    return Unroutable(
+        f"no queue is bound to the exchange {exchange!r} with this routing key, so the message would be lost although your "
+        "transaction commits: declare the queue first"
+    )

@@ -255,3 +255,59 @@ def test_an_async_session_writes_the_message_with_its_commit(
 
     asyncio.run(scenario())
     wait_for(lambda: messages(queue) == 2, 5)
+
+
+@pytest.mark.parametrize("exchange", ["", "named"])
+def test_an_async_sessions_declarations_wait_for_its_commit(
+    app: Any, session: Session, queue: DBQueue, database_url: str, exchange: str
+) -> None:
+    """On SQLite the session holds the one write lock, so a declaration on another connection would wait for it."""
+    import asyncio
+
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+    url = database_url.replace("postgresql://", "postgresql+asyncpg://").replace("sqlite://", "sqlite+aiosqlite://")
+    app.conf.task_queues = [kombu.Queue("shop", kombu.Exchange("shop", type="topic"), routing_key="shop.#")]
+    app.conf.task_default_exchange = "shop"
+    to = {"exchange": "shop", "routing_key": "shop.a"} if exchange else {}
+
+    async def scenario(end: str, number: int) -> None:
+        engine = create_async_engine(url)
+        async with AsyncSession(engine) as asynchronous:
+            with dbqueue.using(asynchronous):
+                await asynchronous.execute(text(f"INSERT INTO orders VALUES ({number})"))
+                app.tasks["shop.receipt"].apply_async((number,), **to)
+            await getattr(asynchronous, end)()
+        await engine.dispose()
+
+    asyncio.run(scenario("rollback", 1))
+    assert (committed(session), messages(queue)) == (0, 0)
+    asyncio.run(scenario("commit", 2))
+    assert (committed(session), messages(queue)) == (1, 1)
+
+
+def test_a_transient_task_joins(app: Any, session: Session, queue: DBQueue) -> None:
+    with dbqueue.using(session):
+        order(session, 1)
+        app.tasks["shop.receipt"].apply_async((1,), delivery_mode=1)
+    session.rollback()
+    assert messages(queue) == 0
+    with dbqueue.using(session):
+        app.tasks["shop.receipt"].apply_async((1,), delivery_mode=1)
+    session.commit()
+    assert messages(queue) == 1
+
+
+def test_events_of_a_block_are_sent_at_once(app: Any, session: Session, queue: DBQueue) -> None:
+    app.conf.task_send_sent_event = True
+    seen: list[Any] = []
+    with app.connection_for_read() as connection:
+        receiver = app.events.Receiver(connection, handlers={"*": seen.append})
+        with receiver.consumer_context() as (own, _, _):
+            with dbqueue.using(session):
+                order(session, 1)
+                app.tasks["shop.receipt"].delay(1)
+                own.drain_events(timeout=10)
+            session.rollback()
+    assert [event["type"] for event in seen] == ["task-sent"]
+    assert messages(queue) == 0
