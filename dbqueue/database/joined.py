@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from dbqueue.database.buffered import Buffer, buffer_of
-from dbqueue.database.callers import Caller, caller_of, check_database, failures
+from dbqueue.database.callers import Caller, caller_of, check_database, failures, in_django_transaction
 from dbqueue.database.dialect import Session
 from dbqueue.database.sqlite import different_database
 from dbqueue.errors import DatabaseError, DifferentDatabase, EnqueueFailed, TransactionClosed
@@ -101,6 +101,16 @@ def using(connection: Any) -> Iterator[None]:
     finally:
         block.close()
         _leave(block)
+
+
+@contextmanager
+def joining(name: str | None) -> Iterator[None]:
+    """``using(name)`` if ``name`` is Django's alias with a transaction open, and no block is entered already; else nothing."""
+    if name is None or _current.get() is not None or not in_django_transaction(name):
+        yield
+        return
+    with using(name):
+        yield
 
 
 def _leave(block: Block) -> None:

@@ -24,7 +24,7 @@ MOST_LEASE = 60.0
 """An inherited visibility_timeout is hours, as nothing renews it there; here it is only how long a killed worker's messages wait."""
 
 _SETTINGS = frozenset({"lease", "poll", "history", "schema", "prefix", "notify", "listen_url", "auto_migrate"})
-_OWN = _SETTINGS | {"eta_lead", "priority_order"}
+_OWN = _SETTINGS | {"eta_lead", "priority_order", "join"}
 _KOMBU = frozenset(
     {
         "max_retries", "interval_start", "interval_step", "interval_max", "connect_retries_timeout", "errback", "callback",
@@ -57,6 +57,8 @@ class Options:
     """Seconds before its ETA at which a message is handed to a worker, whose timer does the rest."""
     redis_priorities: bool = False
     """0 is the best priority, not 9."""
+    join: str | None = None
+    """``"django:default"``: what is published in a transaction of that alias joins it, as inside of ``using``."""
 
 
 def read(url: str, given: Mapping[str, Any], ssl_options: Any = None) -> Options:
@@ -85,6 +87,7 @@ def read(url: str, given: Mapping[str, Any], ssl_options: Any = None) -> Options
         JobSettings.from_options(url=text, **chosen),
         _seconds("eta_lead", own.get("eta_lead", Options.eta_lead)),
         _order(own.get("priority_order", "amqp")),
+        _join(own.get("join")),
     )
 
 
@@ -110,6 +113,12 @@ def _order(value: Any) -> bool:
     return bool(value == "redis")
 
 
+def _join(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value.startswith("django:") and value != "django:"):
+        return value
+    raise ConfigError(f"transport option join must be 'django:' and an alias of DATABASES; got {describe(value)}")
+
+
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 31_536_000:
         raise ConfigError(f"transport option {name} must be a number of seconds from 0; got {describe(value)}")
@@ -120,7 +129,7 @@ def _from_text(name: str, text: str) -> Any:
     """A URL has only text: what looks like a number or a flag is meant as one; another form is refused by the option's own check."""
     if name in ("notify", "auto_migrate"):
         return {"true": True, "false": False}.get(text, text)
-    if name in ("schema", "prefix", "listen_url", "priority_order"):
+    if name in ("schema", "prefix", "listen_url", "priority_order", "join"):
         return text
     try:
         return int(text) if text.isdecimal() else float(text)

@@ -6,6 +6,7 @@ neither; remote control, events and replies never do.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,6 +41,20 @@ REVOKED_FOR = 3 * 3_600.0
 """Seconds for which a revoked task is remembered: as long as Celery's workers do."""
 LETTER_LIFE = 300.0
 """Seconds that a short-lived message is kept at most."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _joins(method: Method) -> Method:
+    """With the option ``join`` it runs as inside of ``using`` where Django's transaction is open."""
+
+    @functools.wraps(method)
+    def joining(self: Publisher, *args: Any, **kwargs: Any) -> Any:
+        with joined.joining(self.station.options.join):
+            return method(self, *args, **kwargs)
+
+    return joining  # type: ignore[return-value]
 
 
 class Publisher(virtual.Channel):
@@ -93,6 +108,7 @@ class Publisher(virtual.Channel):
     def prepare_queue_arguments(self, arguments: Any, **kwargs: Any) -> Any:
         return to_rabbitmq_queue_arguments(arguments, **kwargs)
 
+    @_joins
     def exchange_declare(
         self, exchange: str | None = None, type: str = "direct", durable: bool = False, auto_delete: bool = False,
         arguments: Any = None, nowait: bool = False, passive: bool = False,
@@ -121,6 +137,7 @@ class Publisher(virtual.Channel):
         dialect = self.station.dialect
         self._do(lambda s: routing.delete_exchange(dialect, s, exchange, if_unused=bool(if_unused)), write=True)
 
+    @_joins
     def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
         name = queue or f"amq.gen-{uuid()}"
         dialect, station = self.station.dialect, self.station
@@ -160,6 +177,7 @@ class Publisher(virtual.Channel):
     def _consumer_count(self, queue: str) -> int:
         return self._do(lambda s: routing.consumer_count(self.station.dialect, s, queue), write=False)
 
+    @_joins
     def queue_bind(
         self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
     ) -> None:
@@ -224,6 +242,7 @@ class Publisher(virtual.Channel):
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
+    @_joins
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any) -> None:
         block = joined.current()
         if block is None or self._is_brief(message, exchange, routing_key):
@@ -252,6 +271,8 @@ class Publisher(virtual.Channel):
         return all(route.takes_letter(transient=True) for route in routes)
 
     def _publish(self, message: dict[str, Any], exchange: str, routing_key: str, block: joined.Block | None) -> None:
+        if block is not None:  # kombu has noted by now what was declared for it
+            block.at_end(self._forget_declared)
         transient = messages.is_transient(message)
         if not exchange:
             route = self.station.facts(routing_key)
