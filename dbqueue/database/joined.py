@@ -11,7 +11,7 @@ jobs are written by its own commit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,13 @@ class Block:
         session = self._caller.reach()
         check_database(database, session)
         return session
+
+    def notice(self, database: Database) -> None:
+        """Before a write beside the caller's transaction: on SQLite it then fails at once (WouldDeadlock) rather than wait for the lock
+        that this very thread holds. Whatever is wrong with the caller's connection is said when it is joined."""
+        if isinstance(self._caller, Caller):
+            with suppress(Exception):
+                self.session(database)
 
     def at_end(self, call: Callable[[], None]) -> None:
         """``call`` runs when the block ends, however it ends; whether its transaction commits is not known by then."""

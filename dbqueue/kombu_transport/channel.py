@@ -57,10 +57,12 @@ class Channel(Publisher):
 
     def basic_consume(self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any) -> None:
         dialect, station = self.station.dialect, self.station
-        station.run(
+        self._do(
             lambda s: routing.add_consumer(
                 dialect, s, self._stored_tag(consumer_tag), queue, station.name, round(ALIVE * 1e6)
-            )
+            ),
+            write=True,
+            joins=False,
         )
         self._by_tag[consumer_tag] = self._consumer(consumer_tag, queue, bool(no_ack), callback)
         self._learn_revoked()

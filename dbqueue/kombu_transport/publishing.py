@@ -81,6 +81,8 @@ class Publisher(virtual.Channel):
         it before the caller commits, the queue of a reply for one."""
         block = joined.current()
         if block is None or not joins or (not write and block.closed):
+            if block is not None and write:
+                block.notice(self.station.database)
             return self.station.run(verb) if write else self.station.read(verb)
         database = self.station.database
         block.check(database)
@@ -341,7 +343,7 @@ class Publisher(virtual.Channel):
         """Celery's ``control.revoke(...)`` to all workers is kept for those that are not there now, and written before they hear it."""
         if exchange.endswith(".pidbox") and (task_ids := messages.revoked_by(body)):
             dialect = self.station.dialect
-            self.station.run(lambda s: routing.revoke(dialect, s, task_ids, round(REVOKED_FOR * 1e6)))
+            self._do(lambda s: routing.revoke(dialect, s, task_ids, round(REVOKED_FOR * 1e6)), write=True, joins=False)
 
     def _join(self, block: joined.Block, jobs: list[NewJob]) -> None:
         database = self.station.database

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from sqlalchemy.orm import Session
 
 import dbqueue
 from dbqueue import DBQueue
-from dbqueue.errors import DifferentDatabase, EnqueueFailed, NotInTransaction, TransactionClosed, Unroutable
+from dbqueue.errors import DifferentDatabase, EnqueueFailed, NotInTransaction, TransactionClosed, Unroutable, WouldDeadlock
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.req("C5")
@@ -311,3 +312,21 @@ def test_events_of_a_block_are_sent_at_once(app: Any, session: Session, queue: D
             session.rollback()
     assert [event["type"] for event in seen] == ["task-sent"]
     assert messages(queue) == 0
+
+
+@pytest.mark.databases("sqlite")
+def test_what_does_not_join_fails_at_once_where_it_would_wait_for_this_thread(
+    connect: Callable[..., kombu.Connection], session: Session, queue: DBQueue
+) -> None:
+    channel = connect().default_channel
+    brief = kombu.Queue("b", kombu.Exchange(""), auto_delete=True, durable=False, exclusive=True)(channel)
+    began = time.monotonic()
+    with dbqueue.using(session):
+        order(session, 1)
+        with pytest.raises(WouldDeadlock):
+            brief.queue_declare()
+        with pytest.raises(WouldDeadlock):
+            brief.consume("tag")
+    session.rollback()
+    assert time.monotonic() - began < 5
+    brief.queue_declare()
