@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dbqueue import DBQueue
 from examples.fastapi_shop.database import URL, Base
-from examples.fastapi_shop.tasks import celery, engine
+from examples.fastapi_shop.tasks import engine
 
 if __name__ == "__main__":
     Base.metadata.create_all(engine)
     queue = DBQueue(URL)
     queue.migrate()  # as `dbqueue migrate --url ...`; inside of a request's transaction nothing is created
     queue.close()
-    # As a worker does when it starts: the web application may be first.
-    with celery.connection_for_write() as connection:
-        celery.amqp.queues["celery"](connection.default_channel).declare()

@@ -16,7 +16,14 @@ from sqlalchemy.orm import Session
 
 import dbqueue
 from dbqueue import DBQueue
-from dbqueue.errors import DifferentDatabase, EnqueueFailed, NotInTransaction, TransactionClosed, Unroutable, WouldDeadlock
+from dbqueue.errors import (
+    DifferentDatabase,
+    EnqueueFailed,
+    NotInTransaction,
+    TransactionClosed,
+    Unroutable,
+    WouldDeadlock,
+)
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.req("C5")
