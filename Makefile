@@ -4,19 +4,20 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo venv test soak check format bench clean
+.PHONY: help demo venv test soak check format bench conformance clean
 
 BIN := .venv/bin/python -m
 
 help:
-	@echo 'make demo     run the example shop on SQLite; needs nothing but Python'
-	@echo "make test     run the tests on SQLite and PostgreSQL; ARGS='-k claim -x' goes to pytest"
-	@echo 'make check    lint, formatting, types, import directions'
-	@echo 'make format   fix what the linter and the formatter can fix'
-	@echo 'make soak     the tests that run for minutes'
-	@echo 'make bench    the benchmarks; ARGS goes to them'
-	@echo 'make venv     only prepare .venv'
-	@echo 'make clean    remove everything that make and the tools made'
+	@echo 'make demo         run the example shop on SQLite; needs nothing but Python'
+	@echo "make test         run the tests on SQLite and PostgreSQL; ARGS='-k claim -x' goes to pytest"
+	@echo 'make check        lint, formatting, types, import directions'
+	@echo 'make format       fix what the linter and the formatter can fix'
+	@echo 'make soak         the tests that run for minutes'
+	@echo 'make bench        the benchmarks; ARGS goes to them'
+	@echo "make conformance  Kombu's and Celery's own suites, fetched from PyPI, on our broker; ARGS=--help"
+	@echo 'make venv         only prepare .venv'
+	@echo 'make clean        remove everything that make and the tools made'
 	@echo
 	@echo 'PYTHON=python3.13 chooses the interpreter of a new .venv (now: $(PYTHON)).'
 
@@ -44,8 +45,11 @@ format: .venv/.stamp
 bench: .venv-bench/.stamp
 	@.venv-bench/bin/python -m bench $(ARGS)
 
+conformance: .venv/.stamp
+	@$(BIN) tests.conformance $(ARGS)
+
 clean:
-	rm -rf .venv .venv-demo .venv-bench build dist *.egg-info
+	rm -rf .venv .venv-demo .venv-bench .venv-conformance build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -6,7 +6,12 @@ second.
 """
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -28,3 +33,35 @@ else:  # a type checker that saw this function would believe that every name exi
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__getattr__("__all__")})
+
+
+class _WhenKombuComes(importlib.abc.MetaPathFinder):
+    """Makes the broker's URL schemes known to kombu as soon as its module of transports is there. Celery loads them by an entry point;
+    a program that uses nothing but ``kombu.Connection`` does not get so far, and importing kombu here would cost others 0.1 s."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "kombu.transport":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                _register()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    importlib.import_module("dbqueue.kombu_transport.plugin").register()
+
+
+if "kombu.transport" in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _WhenKombuComes())

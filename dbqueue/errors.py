@@ -35,6 +35,7 @@ class Code(str, Enum):
     TRANSACTION_TOO_OLD = "transaction_too_old"
     WOULD_DEADLOCK = "would_deadlock"
     DIFFERENT_DATABASE = "different_database"
+    UNROUTABLE = "unroutable"
     # schema
     SCHEMA_MISSING = "schema_missing"
     SCHEMA_OUTDATED = "schema_outdated"
@@ -187,6 +188,13 @@ class DifferentDatabase(EnqueueFailed):
     and business row could not commit together. Use a queue on the same database."""
 
     code = Code.DIFFERENT_DATABASE
+
+
+class Unroutable(EnqueueFailed):
+    """A message was published in the caller's transaction to an exchange that no queue is bound to: it would be lost although
+    the transaction commits. Declare or bind the queue first."""
+
+    code = Code.UNROUTABLE
 
 
 # -- schema ------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from dbqueue.errors import (
     TransactionClosed,
     TransactionTooOld,
     UnknownTarget,
+    Unroutable,
     WouldDeadlock,
 )
 from dbqueue.payload import CorruptPayload, ModelId
@@ -91,6 +92,7 @@ __all__ = [
     "TransactionClosed",
     "TransactionTooOld",
     "UnknownTarget",
+    "Unroutable",
     "WouldDeadlock",
     "current_job",
     "using",

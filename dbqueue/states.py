@@ -59,6 +59,7 @@ class Kind(str, Enum):
     INVALID_POLICY = "invalid_policy"
     REJECTED = "rejected"
     RELEASED = "released"
+    EXPIRED = "expired"
 
     def __str__(self) -> str:
         return self.value

@@ -17,6 +17,7 @@ import sqlalchemy
 from sqlalchemy import event, orm
 
 from dbqueue.database.callers import AUTOCOMMIT, bind_of, check_async, check_database, failures, reach_sqlalchemy
+from dbqueue.database.dialect import Session
 from dbqueue.database.tables import NewJob
 from dbqueue.errors import NotInTransaction, NotSupported
 
@@ -36,17 +37,26 @@ class Buffer:
     def __init__(self, family: str, place: Callable[[], Any]) -> None:
         self.family = family
         self._place = place
-        self._waiting: list[tuple[Any, Database, Sequence[NewJob]]] = []
+        self._waiting: list[tuple[Any, Database, Callable[[Session], object]]] = []
 
     @property
     def empty(self) -> bool:
         return not self._waiting
 
     def add(self, database: Database, new: Sequence[NewJob]) -> None:
+        def write(session: Session) -> None:
+            if len(new) == 1:
+                database.dialect.enqueue(session, new[0], database.database_id)
+            elif new:
+                database.dialect.enqueue_many(session, new, database.database_id)
+
+        self.defer(database, write)
+
+    def defer(self, database: Database, verb: Callable[[Session], object]) -> None:
+        """``verb`` runs with the commit, after what was added before."""
         with failures(database):
             place = self._place()
-        if new:
-            self._waiting.append((place, database, new))
+        self._waiting.append((place, database, verb))
 
     def flush(self, connection: sqlalchemy.Connection, *details: Any) -> None:
         """Inside the greenlet of the caller's commit, before COMMIT is sent. A commit that fails here ends as a failing COMMIT does,
@@ -59,20 +69,17 @@ class Buffer:
 
     def _write(self, connection: sqlalchemy.Connection) -> None:
         waiting, self._waiting = self._waiting, []
-        for _, database, new in waiting:
+        for _, database, verb in waiting:
             with failures(database):
                 session = reach_sqlalchemy(connection)
                 check_database(database, session)
-                if len(new) == 1:
-                    database.dialect.enqueue(session, new[0], database.database_id)
-                else:
-                    database.dialect.enqueue_many(session, new, database.database_id)
+                verb(session)
 
     def forget(self, gone: Callable[[Any], bool]) -> None:
         self._waiting = [entry for entry in self._waiting if not gone(entry[0])]
 
     def move(self, new_place: Callable[[Any], Any]) -> None:
-        self._waiting = [(new_place(place), database, new) for place, database, new in self._waiting]
+        self._waiting = [(new_place(place), database, verb) for place, database, verb in self._waiting]
 
     def clear(self, *details: Any) -> None:
         self._waiting = []

@@ -227,6 +227,15 @@ def _django(alias: str) -> Caller:
         raise InvalidArgument("using('django:...'): Django's DATABASES has no such alias") from None
 
 
+def in_django_transaction(name: str) -> bool:
+    """Whether this thread is inside of ``atomic()`` on the alias in ``"django:alias"``. False where Django is not in use."""
+    module = sys.modules.get("django.db")
+    if module is None:
+        return False
+    alias = name.removeprefix("django:")
+    return alias not in module.connections or bool(module.connections[alias].in_atomic_block)
+
+
 def _django_wrapper(wrapper: Any) -> Caller:
     def reach() -> CallerSession:
         if wrapper.needs_rollback:

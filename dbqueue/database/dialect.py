@@ -11,7 +11,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from dbqueue.clock import Clock
-from dbqueue.database.tables import Changed, Due, Enqueued, Fact, Held, Names, NewJob, Settlement, Turn, TurnResult
+from dbqueue.database.alive import Alive
+from dbqueue.database.tables import (
+    Changed,
+    Due,
+    Enqueued,
+    Fact,
+    Held,
+    Letter,
+    Names,
+    NewJob,
+    Settlement,
+    Turn,
+    TurnResult,
+)
 from dbqueue.errors import QueueError
 from dbqueue.states import State
 
@@ -46,6 +59,8 @@ class Dialect(Protocol):
     def bind_id(self, value: bytes) -> Any: ...
     def now(self, session: Session) -> int: ...
     def compile(self, core_statement: Any) -> tuple[str, dict[str, Any]]: ...
+    def portable(self, text: str) -> str:
+        """A text that every database runs, with ``:name`` for parameters, table names and ``now`` in braces, as this one takes it."""
 
     # schema
     def lock_schema(self, session: Session) -> None: ...
@@ -59,6 +74,13 @@ class Dialect(Protocol):
         self, session: Session, jobs: Sequence[NewJob], database_id: str | None = None
     ) -> list[Enqueued]: ...
     def exists(self, session: Session, job_id: bytes) -> bool: ...
+
+    def live(self, worker: str) -> Alive | None:
+        """Says of a worker that its process lives, until it is closed; None: the lease alone tells."""
+
+    # the log of short-lived messages
+    def mail_session(self) -> OwnSession | None: ...
+    def post(self, session: Session, letter: Letter) -> None: ...
 
     # executors
     def turn(self, session: OwnSession, turn: Turn) -> TurnResult: ...

@@ -25,7 +25,7 @@ from dbqueue.database.migrate import Migration
 from dbqueue.database.postgres import Postgres, refusal
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.database.tables import Names
-from dbqueue.database.wakeup import DataVersion, Listener, Sleeper
+from dbqueue.database.wakeup import BELL, DataVersion, Listener, Sleeper
 from dbqueue.errors import Closed, ConfigError, ConnectionLost, DatabaseBusy, QueueError, SchemaMissing
 
 T = TypeVar("T")
@@ -128,7 +128,8 @@ class Database:
         if isinstance(self.dialect, Postgres):
             with self.errors():
                 return Listener(self.dialect, self.dialect.names, self.listen_url, queues) if self.notify else None
-        return DataVersion(session)
+        also = self.dialect.mail_session() if any(queue.startswith(BELL) for queue in queues) else None
+        return DataVersion(session, also)
 
     @contextmanager
     def session(self) -> Iterator[OwnSession]:

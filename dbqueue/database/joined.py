@@ -10,13 +10,13 @@ jobs are written by its own commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from dbqueue.database.buffered import Buffer, buffer_of
-from dbqueue.database.callers import Caller, caller_of, check_database, failures
+from dbqueue.database.callers import Caller, caller_of, check_database, failures, in_django_transaction
 from dbqueue.database.dialect import Session
 from dbqueue.database.sqlite import different_database
 from dbqueue.errors import DatabaseError, DifferentDatabase, EnqueueFailed, TransactionClosed
@@ -35,6 +35,7 @@ class Block:
     def __init__(self, caller: Caller | Buffer, outer: Block | None) -> None:
         self._caller: Caller | Buffer | None = caller
         self.outer = outer
+        self._on_end: list[Callable[[], None]] = []
 
     @property
     def closed(self) -> bool:
@@ -68,9 +69,23 @@ class Block:
         check_database(database, session)
         return session
 
+    def notice(self, database: Database) -> None:
+        """Before a write beside the caller's transaction: on SQLite it then fails at once (WouldDeadlock) rather than wait for the lock
+        that this very thread holds. Whatever is wrong with the caller's connection is said when it is joined."""
+        if isinstance(self._caller, Caller):
+            with suppress(Exception):
+                self.session(database)
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """``call`` runs when the block ends, however it ends; whether its transaction commits is not known by then."""
+        if call not in self._on_end:
+            self._on_end.append(call)
+
     def close(self) -> None:
         """Lets go of the caller's connection too: a thread that inherited the block may keep it for long."""
         self._caller = None
+        for call in self._on_end:
+            call()
 
 
 def current() -> Block | None:
@@ -93,6 +108,16 @@ def using(connection: Any) -> Iterator[None]:
     finally:
         block.close()
         _leave(block)
+
+
+@contextmanager
+def joining(name: str | None) -> Iterator[None]:
+    """``using(name)`` if ``name`` is Django's alias with a transaction open, and no block is entered already; else nothing."""
+    if name is None or _current.get() is not None or not in_django_transaction(name):
+        yield
+        return
+    with using(name):
+        yield
 
 
 def _leave(block: Block) -> None:

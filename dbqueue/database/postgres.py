@@ -14,6 +14,7 @@ parameter there the generic plan looks dear and each execution is planned anew. 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,6 +45,7 @@ from dbqueue.database.postgres_statements import (
     PATIENCE,
     PLANNING,
     PLANNING_FOR_GOOD,
+    POST,
     PROBE,
     PROMOTE,
     PRUNE,
@@ -66,6 +68,7 @@ from dbqueue.database.tables import (
     Enqueued,
     Fact,
     Held,
+    Letter,
     Names,
     NewJob,
     Settlement,
@@ -78,6 +81,8 @@ from dbqueue.ids import as_bytes
 from dbqueue.states import State, allowed
 
 T = TypeVar("T")
+
+PORTABLE_NOW = NOW.replace("%(offset)s", ":offset")
 
 # SQLSTATEs that say: this connection, or the server behind it, is of no use now; take another one, after a while. 53 and 58 are a
 # server that lacks memory, connections or room on its disk, or cannot read it: no row's fault, so nothing may be given up for it.
@@ -207,6 +212,8 @@ class Postgres:
         self._settle_fast, self._settle, self._already = fill(SETTLE_FAST), fill(SETTLE), fill(ALREADY)
         self._renew, self._probe, self._release_unknown = fill(RENEW), fill(PROBE), fill(RELEASE_UNKNOWN)
         self._look, self._shorten = fill(LOOK), fill(SHORTEN)
+        self._portable: dict[str, str] = {}
+        self._post = fill(POST).replace("{notify}", str(notify).lower())
         self._sweep_texts: dict[int, str] = {}
         self._marked_texts: dict[int, str] = {}
 
@@ -269,6 +276,13 @@ class Postgres:
     def compile(self, core_statement: Any) -> tuple[str, dict[str, Any]]:
         compiled = core_statement.compile(dialect=self._sqlalchemy, compile_kwargs={"render_postcompile": True})
         return str(compiled), {k: v.hex() if isinstance(v, bytes) else v for k, v in compiled.params.items()}
+
+    def portable(self, text: str) -> str:
+        known = self._portable.get(text)
+        if known is None:
+            filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", self.names.fill(text).replace("{now}", PORTABLE_NOW))
+            known = self._portable[text] = filled
+        return known
 
     def _clock(self) -> dict[str, Any]:
         return {"offset": self.clock.offset}
@@ -352,12 +366,26 @@ class Postgres:
         return {
             "target": job.target, "fingerprint": job.fingerprint, "queue": job.queue, "priority": job.priority,
             "run_at": job.run_at, "delay": job.delay, "max_attempts": job.max_attempts, "timeout_ms": job.timeout_ms,
-            "on_crash": int(job.on_crash), "source": job.source, "sequence": job.sequence,
+            "on_crash": int(job.on_crash), "source": job.source, "sequence": job.sequence, "head": job.head, "ttl": job.ttl,
             "offset": self.clock.offset, "salt": self.names.salt,
         }  # fmt: skip
 
     def exists(self, session: Session, job_id: bytes) -> bool:
         return bool(session.execute(self._exists, {"id": job_id.hex()}))
+
+    def live(self, worker: str) -> None:
+        """The lease tells: nobody's transaction keeps its owner from renewing."""
+
+    # -- the log of short-lived messages -----------------------------------------------------------------------------
+
+    def mail_session(self) -> None:
+        """The log lies beside the other tables."""
+
+    def post(self, session: Session, letter: Letter) -> None:
+        session.execute(self._post, self._clock() | {
+            "exchange": letter.exchange, "routing_key": letter.routing_key, "head": letter.head, "payload": letter.payload,
+            "ttl": letter.ttl, "queues": list(letter.bells), "salt": self.names.salt,
+        })  # fmt: skip
 
     # -- executors ---------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 
 from dbqueue.clock import SQLITE_NOW, Clock
 from dbqueue.database import touched
+from dbqueue.database.alive import Alive, is_alive
 from dbqueue.database.dialect import OwnSession, Row, Session
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
@@ -38,6 +39,7 @@ from dbqueue.database.tables import (
     Enqueued,
     Fact,
     Held,
+    Letter,
     Names,
     NewJob,
     Settlement,
@@ -64,6 +66,7 @@ LOCK_PATIENCE = 10.0
 
 TURN_PATIENCE = 0.5
 UPKEEP_PATIENCE = 0.5
+SPARED = 5_000_000
 """Upkeep can wait for its next round; the worker that does it has leases to renew."""
 
 CHECKPOINT_CHANGES, VAIN_SHARE = 1_500, 20
@@ -71,7 +74,7 @@ CHECKPOINT_CHANGES, VAIN_SHARE = 1_500, 20
 
 _NEW_COLUMNS = (
     "id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, "
-    "on_crash, source, sequence, created_at, updated_at"
+    "on_crash, source, sequence, head, expires_at, created_at, updated_at"
 )
 
 # The first statement in a caller's transaction must be a write: a read first would take a snapshot that a later write may
@@ -80,7 +83,7 @@ ENQUEUE = f"""
 INSERT INTO {{jobs}} ({_NEW_COLUMNS})
 SELECT :id, :task_id, :target, :fingerprint, :payload, :key, :queue, :priority, 0, COALESCE(:run_at, now + :delay),
   CASE WHEN COALESCE(:run_at, now + :delay) <= now THEN now END,
-  :max_attempts, :timeout_ms, :on_crash, :source, :sequence, now, now
+  :max_attempts, :timeout_ms, :on_crash, :source, :sequence, :head, now + :ttl, now, now
 FROM (SELECT {SQLITE_NOW} + :offset AS now)
 WHERE :database_id IS NULL OR EXISTS (SELECT 1 FROM {{meta}} WHERE name = 'database_id' AND value = :database_id)
 ON CONFLICT DO NOTHING
@@ -93,10 +96,21 @@ SELECT id FROM {jobs} WHERE target = :target AND key = :key AND key IS NOT NULL 
 
 EXISTS = "SELECT 1 FROM {jobs} WHERE id = :id UNION ALL SELECT 1 FROM {finished} WHERE id = :id LIMIT 1"
 
+MAIL_TABLE = """
+CREATE TABLE IF NOT EXISTS {mail} (id INTEGER PRIMARY KEY AUTOINCREMENT, exchange TEXT NOT NULL, routing_key TEXT NOT NULL,
+  head BLOB NOT NULL, payload BLOB NOT NULL, expires_at INTEGER NOT NULL)
+"""
+CURSORS_TABLE = "CREATE TABLE IF NOT EXISTS {cursors} (queue TEXT NOT NULL PRIMARY KEY, position INTEGER NOT NULL)"
+POST = f"""
+INSERT INTO {{mail}} (exchange, routing_key, head, payload, expires_at)
+VALUES (:exchange, :routing_key, :head, :payload, {SQLITE_NOW} + :offset + :ttl)
+"""
+
 NOW = f"SELECT {SQLITE_NOW} + :offset"
 
 CLAIM_LOOK = """
-SELECT id, task_id, target, fingerprint, payload, key, queue, priority, attempt + 1, lapses, max_attempts, timeout_ms, on_crash, ready_at
+SELECT id, task_id, target, fingerprint, payload, key, queue, priority, attempt + 1, lapses, max_attempts, timeout_ms, on_crash,
+  head, expires_at, ready_at
 FROM {jobs} WHERE queue = :queue AND ready_at IS NOT NULL ORDER BY priority, ready_at, id LIMIT :limit
 """
 
@@ -127,8 +141,9 @@ REMOVE = "DELETE FROM {jobs} WHERE id = :id AND token = :token AND state = 1 AND
 PUT_BACK = """
 UPDATE {jobs} SET state = :state, lease_until = NULL, attempt = attempt - :refund,
   error_kind = COALESCE(:kind, error_kind), error_summary = CASE WHEN :kind IS NULL THEN error_summary ELSE :summary END,
-  run_at = CASE WHEN :state = 0 AND (:refund = 0 OR :delay > 0) THEN :now + :delay ELSE run_at END,
-  ready_at = CASE WHEN :state = 0 AND :delay = 0 THEN :now END, updated_at = :now
+  run_at = CASE WHEN :state = 0 AND :delay >= 0 AND (:refund = 0 OR :delay > 0) THEN :now + :delay ELSE run_at END,
+  ready_at = CASE WHEN :state = 0 AND :delay = 0 THEN :now WHEN :state = 0 AND :delay < 0 THEN COALESCE(queued_at, :now) END,
+  updated_at = :now
 WHERE id = :id AND token = :token AND state = 1 AND lease_until > :now
 """
 
@@ -173,9 +188,11 @@ UPDATE {jobs} SET ready_at = :now, updated_at = :now WHERE id IN (
 """
 
 EXPIRED = """
-SELECT id, CASE WHEN on_crash = 1 THEN 3 WHEN on_crash = 2 OR attempt >= max_attempts THEN 6 ELSE 0 END
+SELECT id, CASE WHEN on_crash = 1 THEN 3 WHEN on_crash = 2 OR attempt >= max_attempts THEN 6 ELSE 0 END, worker
 FROM {jobs} WHERE state = 1 AND lease_until <= :now ORDER BY lease_until LIMIT :limit
 """
+# Its owner lives and could not write: it renews as soon as it can, and is not asked about again at every poll until then.
+SPARE = "UPDATE {jobs} SET lease_until = :until WHERE id = :id"
 EXPIRE_BACK = """
 UPDATE {jobs} SET state = :state, token = NULL, lease_until = NULL, lapses = lapses + 1, error_kind = 'crashed', error_summary = NULL,
   ready_at = CASE WHEN :state = 0 THEN :now END, updated_at = :now WHERE id = :id
@@ -442,6 +459,11 @@ class Sqlite:
         compiled = core_statement.compile(dialect=self._sqlalchemy, compile_kwargs={"render_postcompile": True})
         return str(compiled), dict(compiled.params)
 
+    def portable(self, text: str) -> str:
+        return self._texts.get(text) or self._texts.setdefault(
+            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)")
+        )
+
     def _text(self, template: str) -> str:
         return self._texts.get(template) or self._texts.setdefault(template, self.names.fill(template))
 
@@ -482,7 +504,7 @@ class Sqlite:
             "id": job.id, "task_id": job.task_id, "target": job.target, "fingerprint": job.fingerprint, "payload": job.payload,
             "key": job.key, "queue": job.queue, "priority": job.priority, "run_at": job.run_at, "delay": job.delay,
             "max_attempts": job.max_attempts, "timeout_ms": job.timeout_ms, "on_crash": int(job.on_crash), "source": job.source,
-            "sequence": job.sequence, "offset": self.clock.offset, "database_id": database_id,
+            "sequence": job.sequence, "head": job.head, "ttl": job.ttl, "offset": self.clock.offset, "database_id": database_id,
         }  # fmt: skip
         # Without a transaction around (own connections, single statement) the holder may end between insert and look.
         for _ in range(20):
@@ -506,6 +528,32 @@ class Sqlite:
 
     def exists(self, session: Session, job_id: bytes) -> bool:
         return bool(session.execute(self._text(EXISTS), {"id": job_id}))
+
+    def live(self, worker: str) -> Alive:
+        return Alive(self.path, worker)
+
+    # -- the log of short-lived messages -----------------------------------------------------------------------------
+
+    def mail_session(self) -> SqliteSession:
+        """In a side file: what is gone in a minute must not queue for the one write lock, nor wait for the disk."""
+        connection = sqlite3.connect(
+            f"{self.path}-mail", timeout=1, isolation_level=None, check_same_thread=False, cached_statements=64
+        )
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=OFF")
+            for statement in (MAIL_TABLE, CURSORS_TABLE):
+                connection.execute(self._text(statement))
+        except BaseException:
+            connection.close()
+            raise
+        return SqliteSession(connection)
+
+    def post(self, session: Session, letter: Letter) -> None:
+        session.execute(self._text(POST), {
+            "exchange": letter.exchange, "routing_key": letter.routing_key, "head": letter.head, "payload": letter.payload,
+            "ttl": letter.ttl, "offset": self.clock.offset,
+        })  # fmt: skip
 
     # -- executors ---------------------------------------------------------------------------------------------------
 
@@ -544,9 +592,9 @@ class Sqlite:
             ClaimedRow(
                 id=row[0],
                 token=claim.token,
-                ready_at=row[13],
+                ready_at=row[15],
                 lease_until=until,
-                **dict(zip(_LOOK, row[1:13], strict=True)),
+                **dict(zip(_LOOK, row[1:15], strict=True)),
             )
             for row in rows
         ]
@@ -651,7 +699,13 @@ class Sqlite:
 
     def _expire(self, session: SqliteSession, now: int, limit: int) -> tuple[int, int, int]:
         counts = {State.PENDING: 0, State.DEAD: 0, State.UNKNOWN: 0}
-        for job_id, following in session.execute(self._text(EXPIRED), {"now": now, "limit": limit}):
+        living: dict[str | None, bool] = {}
+        for job_id, following, worker in session.execute(self._text(EXPIRED), {"now": now, "limit": limit}):
+            if worker not in living:
+                living[worker] = is_alive(self.path, worker)
+            if living[worker]:
+                session.execute(self._text(SPARE), {"id": job_id, "until": now + SPARED})
+                continue
             state = State(following)
             counts[state] += 1
             if state is State.DEAD:

@@ -16,18 +16,18 @@ from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, Small
 
 from dbqueue.states import Kind, OnCrash, State
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The newest migration that this code knows."""
 
 _BOTH = (
     "id", "task_id", "target", "fingerprint", "payload", "key", "queue", "priority", "state", "run_at", "attempt", "lapses",
     "max_attempts", "timeout_ms", "on_crash", "token", "worker", "error_kind", "error_summary", "source", "sequence",
-    "created_at", "started_at",
+    "created_at", "started_at", "head", "expires_at",
 )  # fmt: skip
 JOB_COLUMNS = (*_BOTH, "ready_at", "queued_at", "lease_until", "updated_at")
 FINISHED_COLUMNS = (*_BOTH, "finished_at")
 
-_BINARY = {"id", "token", "fingerprint", "payload"}
+_BINARY = {"id", "token", "fingerprint", "payload", "head"}
 _SMALL = {"priority", "state", "on_crash", "attempt", "lapses", "max_attempts", "timeout_ms"}
 _INSTANTS = {
     "run_at",
@@ -39,7 +39,13 @@ _INSTANTS = {
     "updated_at",
     "finished_at",
     "sequence",
+    "expires_at",
 }
+
+TABLES = (
+    "jobs", "finished", "meta", "migrations", "view", "exchanges", "queues", "bindings", "consumers", "mail", "mail_ids", "cursors",
+    "revoked",
+)  # fmt: skip
 
 BEST_PRIORITY, DEFAULT_PRIORITY = 9, 0
 
@@ -68,7 +74,7 @@ class Names:
 
     def fill(self, template: str) -> str:
         """Writes the names into a statement; ``replace`` and not ``format``, since SQL may hold braces of its own."""
-        for name in ("jobs", "finished", "meta", "migrations", "view"):
+        for name in TABLES:
             template = template.replace("{" + name + "}", self.qualified("all_jobs" if name == "view" else name))
         return template.replace("{prefix}", self.prefix).replace("{schema}", self.schema or "")
 
@@ -95,7 +101,8 @@ def _column(name: str) -> Column[object]:
 
 
 class NewJob(Struct, frozen=True, gc=False):
-    """What enqueue writes. ``run_at`` is an instant; without it the job is due ``delay`` microseconds after the database's now."""
+    """What enqueue writes. ``run_at`` is an instant; without it the job is due ``delay`` microseconds after the database's now.
+    ``head`` makes it a message (see ``kombu_transport``), which expires ``ttl`` microseconds after it was written."""
 
     id: bytes
     target: str
@@ -112,6 +119,21 @@ class NewJob(Struct, frozen=True, gc=False):
     task_id: str | None = None
     source: str | None = None
     sequence: int | None = None
+    head: bytes | None = None
+    ttl: int | None = None
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A short-lived message as ``post`` writes it. ``bells``: the names of the queues whose sleepers are to be rung; ``ttl`` in
+    microseconds."""
+
+    exchange: str
+    routing_key: str
+    head: bytes
+    payload: bytes
+    ttl: int
+    bells: tuple[str, ...]
 
 
 class Enqueued(Struct, frozen=True, gc=False):
@@ -119,9 +141,13 @@ class Enqueued(Struct, frozen=True, gc=False):
     duplicate: bool
 
 
+IN_PLACE = -1
+"""A delay: again at once, at the place in its queue that the job had."""
+
+
 class Settlement(Struct, frozen=True, gc=False):
-    """What an executor says about a claim it holds: an ended state, BLOCKED, or PENDING (again after ``delay`` microseconds).
-    ``refund`` gives the attempt back: nothing of the job was executed."""
+    """What an executor says about a claim it holds: an ended state, BLOCKED, or PENDING (again after ``delay`` microseconds, or
+    IN_PLACE). ``refund`` gives the attempt back: nothing of the job was executed."""
 
     id: bytes
     token: bytes
@@ -185,11 +211,13 @@ class ClaimedRow(Struct, frozen=True, gc=False):
     timeout_ms: int | None
     on_crash: int
     lease_until: int
+    head: bytes | None = None
+    expires_at: int | None = None
 
 
 CLAIMED_COLUMNS = (
     "id", "task_id", "target", "fingerprint", "payload", "key", "queue", "priority", "attempt", "lapses",
-    "max_attempts", "timeout_ms", "on_crash", "lease_until",
+    "max_attempts", "timeout_ms", "on_crash", "lease_until", "head", "expires_at",
 )  # fmt: skip
 
 

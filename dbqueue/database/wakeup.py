@@ -34,6 +34,10 @@ PATIENCE = 2.0
 must not hold up the loop, which has leases to renew: it is given up like a lost one, and polling serves until there is another."""
 
 
+BELL = "dbqueue.mail."
+"""Begins the names under which readers of the log of short-lived messages sleep. These are rung always, so nothing is announced."""
+
+
 class Sleeper(Protocol):
     """What the worker's wait needs: something to select on or an interval to look in, and the announcement of sleep."""
 
@@ -60,16 +64,18 @@ class DataVersion:
     """Seconds after news: a look costs 0.1 ms of CPU, nearly all of it for waking up, so where nothing happens they are fewer."""
     announced = settled = True
 
-    def __init__(self, session: OwnSession) -> None:
+    def __init__(self, session: OwnSession, also: OwnSession | None = None) -> None:
         self._connection = session.connection
+        self._also = also  # the side file of short-lived messages; ours to close
         self._seen, self._news_at = self._version(), time.monotonic()
 
     @property
     def interval(self) -> float:
         return self.BUSY if time.monotonic() - self._news_at < self.BUSY_FOR else self.QUIET
 
-    def _version(self) -> int:
-        return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+    def _version(self) -> tuple[int, ...]:
+        connections = [self._connection] if self._also is None else [self._connection, self._also.connection]
+        return tuple(int(connection.execute("PRAGMA data_version").fetchone()[0]) for connection in connections)
 
     def fileno(self) -> int | None:
         return None
@@ -84,7 +90,10 @@ class DataVersion:
     def announce(self) -> None: ...
     def look(self) -> None: ...
     def wake(self) -> None: ...
-    def close(self) -> None: ...
+
+    def close(self) -> None:
+        if self._also is not None:
+            self._also.close()
 
 
 class Listener:
@@ -96,9 +105,9 @@ class Listener:
         self._connection = dialect.connect(url)
         try:
             rows = self._run(KEYS, {"queues": list(queues), "salt": names.salt})
-            self._keys = [int(key) for _, key in rows]
-            for key in self._keys:
-                self._run(f'LISTEN "dbqueue_{key & 0xFFFFFFFFFFFFFFFF:x}"')
+            self._keys = [int(key) for queue, key in rows if not queue.startswith(BELL)]
+            for _, key in rows:
+                self._run(f'LISTEN "dbqueue_{int(key) & 0xFFFFFFFFFFFFFFFF:x}"')
         except BaseException:
             self._connection.close()
             raise
@@ -147,7 +156,9 @@ class Listener:
     def announce(self) -> None:
         """One try for the locks, and no waiting: a producer may hold one for a moment, or for ever if it died inside its statement.
         Refused: ``announced`` stays False, nobody rings for us, and the caller tries again later."""
-        if self._run(ANNOUNCE, {"keys": self._keys})[0][0] == "t":
+        if not self._keys:
+            self.announced = self.settled = True
+        elif self._run(ANNOUNCE, {"keys": self._keys})[0][0] == "t":
             self.announced, self.settled = True, False
             self._since = int(self._run(OPEN_SINCE)[0][0])
         else:
@@ -159,7 +170,7 @@ class Listener:
 
     def wake(self) -> None:
         """Producers need not ring any more."""
-        if self.announced:
+        if self.announced and self._keys:
             self.announced = self.settled = False
             self._run(WAKE, {"keys": self._keys})
 

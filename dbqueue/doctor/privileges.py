@@ -24,8 +24,8 @@ class Right(NamedTuple):
 
 
 def _shown(columns: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the payload, which is the application's, the token, a claim's secret, and what no view reads."""
-    return tuple(column for column in columns if column not in ("payload", "token", "queued_at"))
+    """Without payload and head, which are the application's, the token, a claim's secret, and what no view reads."""
+    return tuple(column for column in columns if column not in ("payload", "head", "token", "queued_at", "expires_at"))
 
 
 # What every program reads first: is the schema there, of which version, and which database is this.

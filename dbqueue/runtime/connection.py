@@ -283,6 +283,13 @@ class Connection:
         self._close_session()
         self._watch.close()
 
+    def listen_to(self, queues: tuple[str, ...]) -> None:
+        """The names to be woken for are other ones now; an empty tuple: none."""
+        if queues != self._queues:
+            self._queues = queues
+            self.stop_listening()
+            self._listen_at = 0.0 if queues else NEVER
+
     # -- listening and sleeping --------------------------------------------------------------------------------------
 
     def _listen(self) -> None:

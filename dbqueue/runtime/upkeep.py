@@ -38,6 +38,10 @@ class Upkeep:
     def next_at(self) -> float:
         return min(self._at, self._prune_at)
 
+    def watch(self, queues: tuple[str, ...]) -> None:
+        """Look into these queues from now on."""
+        self._queues = queues
+
     def soon(self, at: float = 0.0) -> None:
         """Look at ``at`` at the latest: a job is due then, or may be."""
         self._at = min(self._at, at)

@@ -164,8 +164,12 @@ def test_a_missing_or_other_schema_is_told_as_everywhere(cli: Run, database_url:
 
     assert answered() == (4, "", "schema_missing")
     assert cli("migrate", "--url", database_url).code == 0
-    for version, error in ((0, "schema_outdated"), (99, "schema_too_new")):
-        run_sql(database_url, f"UPDATE dbqueue_migrations SET version = {version}")
+    newest = "version = (SELECT max(version) FROM dbqueue_migrations)"
+    for change, error in (("DELETE FROM", "schema_outdated"), ("UPDATE", "schema_too_new")):
+        run_sql(
+            database_url,
+            f"{change} dbqueue_migrations {'SET version = 99' if change == 'UPDATE' else ''} WHERE {newest}",
+        )
         assert answered() == (4, "", error)
 
 

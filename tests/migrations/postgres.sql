@@ -1,3 +1,33 @@
+CREATE TABLE dbqueue_bindings (
+    exchange text NOT NULL,
+    queue text NOT NULL,
+    routing_key text NOT NULL,
+    CONSTRAINT dbqueue_bindings_pkey PRIMARY KEY (exchange, queue, routing_key)
+);
+
+CREATE TABLE dbqueue_consumers (
+    tag text NOT NULL,
+    queue text NOT NULL,
+    worker text NOT NULL,
+    alive_until bigint NOT NULL,
+    CONSTRAINT dbqueue_consumers_pkey PRIMARY KEY (tag)
+);
+
+CREATE UNLOGGED TABLE dbqueue_cursors (
+    queue text NOT NULL,
+    position bigint NOT NULL,
+    CONSTRAINT dbqueue_cursors_pkey PRIMARY KEY (queue)
+) WITH (fillfactor=50);
+
+CREATE TABLE dbqueue_exchanges (
+    name text NOT NULL,
+    type text NOT NULL,
+    durable boolean NOT NULL,
+    auto_delete boolean NOT NULL,
+    arguments text NOT NULL,
+    CONSTRAINT dbqueue_exchanges_pkey PRIMARY KEY (name)
+);
+
 CREATE TABLE dbqueue_finished (
     id uuid NOT NULL,
     task_id text,
@@ -23,6 +53,8 @@ CREATE TABLE dbqueue_finished (
     created_at bigint NOT NULL,
     started_at bigint,
     finished_at bigint NOT NULL,
+    head bytea,
+    expires_at bigint,
     CONSTRAINT dbqueue_finished_pkey PRIMARY KEY (id, finished_at),
     CONSTRAINT dbqueue_finished_state_check CHECK (((state >= 4) AND (state <= 8)))
 ) WITH (autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0.02, autovacuum_vacuum_threshold=5000);
@@ -55,12 +87,24 @@ CREATE TABLE dbqueue_jobs (
     created_at bigint NOT NULL,
     started_at bigint,
     updated_at bigint NOT NULL,
+    head bytea,
+    expires_at bigint,
     CONSTRAINT dbqueue_jobs_pkey PRIMARY KEY (id),
     CONSTRAINT dbqueue_jobs_priority_check CHECK (((priority >= 0) AND (priority <= 9))),
     CONSTRAINT dbqueue_jobs_state_check CHECK (((state >= 0) AND (state <= 3))),
     CONSTRAINT dbqueue_ready_is_pending CHECK (((ready_at IS NULL) OR (state = 0))),
     CONSTRAINT dbqueue_running_has_lease CHECK (((state = 1) = ((token IS NOT NULL) AND (lease_until IS NOT NULL))))
 ) WITH (autovacuum_analyze_scale_factor=0, autovacuum_analyze_threshold=20000, autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0, autovacuum_vacuum_threshold=2000, fillfactor=70);
+
+CREATE UNLOGGED TABLE dbqueue_mail (
+    id bigint NOT NULL,
+    exchange text NOT NULL,
+    routing_key text NOT NULL,
+    head bytea NOT NULL,
+    payload bytea NOT NULL,
+    expires_at bigint NOT NULL,
+    CONSTRAINT dbqueue_mail_pkey PRIMARY KEY (id)
+) WITH (autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0, autovacuum_vacuum_threshold=5000);
 
 CREATE TABLE dbqueue_meta (
     name text NOT NULL,
@@ -75,6 +119,38 @@ CREATE TABLE dbqueue_migrations (
     CONSTRAINT dbqueue_migrations_pkey PRIMARY KEY (version)
 );
 
+CREATE TABLE dbqueue_queues (
+    name text NOT NULL,
+    durable boolean NOT NULL,
+    auto_delete boolean NOT NULL,
+    exclusive boolean NOT NULL,
+    brief boolean NOT NULL,
+    expires_ms bigint,
+    message_ttl_ms bigint,
+    arguments text NOT NULL,
+    consumed boolean NOT NULL DEFAULT false,
+    used_at bigint NOT NULL,
+    CONSTRAINT dbqueue_queues_pkey PRIMARY KEY (name)
+);
+
+CREATE TABLE dbqueue_revoked (
+    task_id text NOT NULL,
+    until bigint NOT NULL,
+    CONSTRAINT dbqueue_revoked_pkey PRIMARY KEY (task_id)
+);
+
+CREATE UNIQUE INDEX dbqueue_bindings_pkey ON public.dbqueue_bindings USING btree (exchange, queue, routing_key);
+
+CREATE INDEX dbqueue_bindings_queue ON public.dbqueue_bindings USING btree (queue);
+
+CREATE UNIQUE INDEX dbqueue_consumers_pkey ON public.dbqueue_consumers USING btree (tag);
+
+CREATE INDEX dbqueue_consumers_queue ON public.dbqueue_consumers USING btree (queue);
+
+CREATE UNIQUE INDEX dbqueue_cursors_pkey ON public.dbqueue_cursors USING btree (queue);
+
+CREATE UNIQUE INDEX dbqueue_exchanges_pkey ON public.dbqueue_exchanges USING btree (name);
+
 CREATE UNIQUE INDEX dbqueue_finished_pkey ON public.dbqueue_finished USING btree (id, finished_at);
 
 CREATE INDEX dbqueue_finished_prune ON public.dbqueue_finished USING btree (state, finished_at);
@@ -82,6 +158,8 @@ CREATE INDEX dbqueue_finished_prune ON public.dbqueue_finished USING btree (stat
 CREATE INDEX dbqueue_finished_task ON public.dbqueue_finished USING btree (task_id) WHERE (task_id IS NOT NULL);
 
 CREATE INDEX dbqueue_jobs_claim ON public.dbqueue_jobs USING btree (queue, priority, ready_at, id) WHERE (ready_at IS NOT NULL);
+
+CREATE INDEX dbqueue_jobs_expires ON public.dbqueue_jobs USING btree (expires_at) WHERE ((expires_at IS NOT NULL) AND (state = 0));
 
 CREATE UNIQUE INDEX dbqueue_jobs_key ON public.dbqueue_jobs USING btree (target, key) WHERE ((key IS NOT NULL) AND (state = ANY (ARRAY[0, 1, 3])));
 
@@ -93,9 +171,15 @@ CREATE INDEX dbqueue_jobs_task ON public.dbqueue_jobs USING btree (task_id) WHER
 
 CREATE INDEX dbqueue_jobs_waiting ON public.dbqueue_jobs USING btree (run_at, id) WHERE ((state = 0) AND (ready_at IS NULL));
 
+CREATE UNIQUE INDEX dbqueue_mail_pkey ON public.dbqueue_mail USING btree (id);
+
 CREATE UNIQUE INDEX dbqueue_meta_pkey ON public.dbqueue_meta USING btree (name);
 
 CREATE UNIQUE INDEX dbqueue_migrations_pkey ON public.dbqueue_migrations USING btree (version);
+
+CREATE UNIQUE INDEX dbqueue_queues_pkey ON public.dbqueue_queues USING btree (name);
+
+CREATE UNIQUE INDEX dbqueue_revoked_pkey ON public.dbqueue_revoked USING btree (task_id);
 
 CREATE VIEW dbqueue_all_jobs AS
  SELECT dbqueue_jobs.id,
@@ -141,3 +225,5 @@ UNION ALL
     to_timestamp((((dbqueue_finished.started_at)::numeric / 1000000.0))::double precision) AS started_at,
     to_timestamp((((dbqueue_finished.finished_at)::numeric / 1000000.0))::double precision) AS finished_at
    FROM dbqueue_finished;
+
+-- sequence dbqueue_mail_ids

@@ -19,6 +19,32 @@ SELECT hex(id), task_id, target, key, queue, 9 - priority,
        strftime('%Y-%m-%dT%H:%M:%fZ', finished_at / 1000000.0, 'unixepoch')
 FROM "dbqueue_finished";
 
+CREATE TABLE "dbqueue_bindings" (
+    exchange TEXT NOT NULL,
+    queue TEXT NOT NULL,
+    routing_key TEXT NOT NULL,
+    PRIMARY KEY (exchange, queue, routing_key)
+);
+
+CREATE INDEX dbqueue_bindings_queue ON "dbqueue_bindings" (queue);
+
+CREATE TABLE "dbqueue_consumers" (
+    tag TEXT NOT NULL PRIMARY KEY,
+    queue TEXT NOT NULL,
+    worker TEXT NOT NULL,
+    alive_until INTEGER NOT NULL  -- moved on by its process; a consumer that is past it died without a word
+);
+
+CREATE INDEX dbqueue_consumers_queue ON "dbqueue_consumers" (queue);
+
+CREATE TABLE "dbqueue_exchanges" (
+    name TEXT NOT NULL PRIMARY KEY,
+    type TEXT NOT NULL,  -- direct, topic or fanout
+    durable INTEGER NOT NULL,
+    auto_delete INTEGER NOT NULL,
+    arguments TEXT NOT NULL  -- JSON
+);
+
 CREATE TABLE "dbqueue_finished" (
     id BLOB NOT NULL,
     task_id TEXT,
@@ -43,7 +69,7 @@ CREATE TABLE "dbqueue_finished" (
     sequence INTEGER,
     created_at INTEGER NOT NULL,
     started_at INTEGER,
-    finished_at INTEGER NOT NULL,
+    finished_at INTEGER NOT NULL, head BLOB, expires_at INTEGER,
     PRIMARY KEY (id, finished_at)
 );
 
@@ -78,12 +104,14 @@ CREATE TABLE "dbqueue_jobs" (
     sequence INTEGER,
     created_at INTEGER NOT NULL,
     started_at INTEGER,
-    updated_at INTEGER NOT NULL,
+    updated_at INTEGER NOT NULL, head BLOB, expires_at INTEGER,
     CONSTRAINT dbqueue_running_has_lease CHECK ((state = 1) = (token IS NOT NULL AND lease_until IS NOT NULL)),
     CONSTRAINT dbqueue_ready_is_pending CHECK (ready_at IS NULL OR state = 0)
 );
 
 CREATE INDEX dbqueue_jobs_claim ON "dbqueue_jobs" (queue, priority, ready_at, id) WHERE ready_at IS NOT NULL;
+
+CREATE INDEX dbqueue_jobs_expires ON "dbqueue_jobs" (expires_at) WHERE expires_at IS NOT NULL AND state = 0;
 
 CREATE UNIQUE INDEX dbqueue_jobs_key ON "dbqueue_jobs" (target, key) WHERE key IS NOT NULL AND state IN (0, 1, 3);
 
@@ -102,4 +130,22 @@ CREATE TABLE "dbqueue_migrations" (
     version integer PRIMARY KEY,
     name text NOT NULL,
     applied_at bigint NOT NULL
+);
+
+CREATE TABLE "dbqueue_queues" (
+    name TEXT NOT NULL PRIMARY KEY,
+    durable INTEGER NOT NULL,
+    auto_delete INTEGER NOT NULL,
+    exclusive INTEGER NOT NULL,
+    brief INTEGER NOT NULL,  -- transient messages go to the side file's log, where this queue reads them by a cursor
+    expires_ms INTEGER,  -- unused for so long, the queue goes
+    message_ttl_ms INTEGER,
+    arguments TEXT NOT NULL,  -- JSON
+    consumed INTEGER NOT NULL DEFAULT 0,  -- had a consumer once: what auto_delete waits for
+    used_at INTEGER NOT NULL
+);
+
+CREATE TABLE "dbqueue_revoked" (
+    task_id TEXT NOT NULL PRIMARY KEY,
+    until INTEGER NOT NULL
 );

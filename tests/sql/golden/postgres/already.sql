@@ -1,1 +1,1 @@
-SELECT id, token, state FROM "public"."dbqueue_finished" WHERE id = ANY(%(ids)s::uuid[])
+SELECT id, token, state FROM "public"."dbqueue_finished" WHERE id = ANY(ARRAY(SELECT unnest(%(ids)s::uuid[])))

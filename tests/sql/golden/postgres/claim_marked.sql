@@ -10,5 +10,5 @@ taken AS (UPDATE "public"."dbqueue_jobs" j SET state = 1, attempt = j.attempt + 
     lease_until = (SELECT now FROM clock) + %(lease)s::bigint, queued_at = j.ready_at,
     ready_at = NULL, started_at = (SELECT now FROM clock), updated_at = (SELECT now FROM clock)
   WHERE j.id = ANY(ARRAY(SELECT id FROM picked)) AND j.state = 0
-  RETURNING j.queued_at, j.id, j.task_id, j.target, j.fingerprint, j.payload, j.key, j.queue, j.priority, j.attempt, j.lapses, j.max_attempts, j.timeout_ms, j.on_crash, j.lease_until)
+  RETURNING j.queued_at, j.id, j.task_id, j.target, j.fingerprint, j.payload, j.key, j.queue, j.priority, j.attempt, j.lapses, j.max_attempts, j.timeout_ms, j.on_crash, j.lease_until, j.head, j.expires_at)
 SELECT c.now, t.* FROM clock c LEFT JOIN taken t ON true

@@ -1,11 +1,12 @@
 WITH asked AS MATERIALIZED (
   SELECT * FROM unnest(%(ids)s::uuid[], %(keys)s::text[], %(payloads)s::bytea[]) WITH ORDINALITY AS a(id, key, payload, n)),
 t AS MATERIALIZED (SELECT ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint) AS now),
-ins AS (INSERT INTO "public"."dbqueue_jobs" (id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, on_crash, source, sequence, created_at, updated_at)
+ins AS (INSERT INTO "public"."dbqueue_jobs" (id, task_id, target, fingerprint, payload, key, queue, priority, state, run_at, ready_at, max_attempts, timeout_ms, on_crash, source, sequence, head, expires_at, created_at, updated_at)
   SELECT a.id, NULL, %(target)s::text, %(fingerprint)s::bytea, a.payload, a.key, %(queue)s::text, %(priority)s::smallint, 0,
     COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint),
     CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
-    %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint, t.now, t.now
+    %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint,
+    %(head)s::bytea, t.now + %(ttl)s::bigint, t.now, t.now
   FROM asked a, t ORDER BY a.key, a.n
   ON CONFLICT DO NOTHING RETURNING id, key),
 missing AS MATERIALIZED (SELECT count(*) < cardinality(%(ids)s::uuid[]) AS any_left FROM ins),

@@ -1,0 +1,293 @@
+"""A channel: what it publishes is told in ``publishing``; here is what it consumes.
+
+Messages arrive in the inbox, filled by the station's thread, and are delivered on the thread that drains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dbqueue import routing
+from dbqueue.errors import ConnectionLost
+from dbqueue.kombu_transport import ledger as ends
+from dbqueue.kombu_transport import message as messages
+from dbqueue.kombu_transport.housekeeping import ALIVE
+from dbqueue.kombu_transport.ledger import Delivery
+from dbqueue.kombu_transport.publishing import Publisher
+from dbqueue.mail import Binding, Item
+
+if TYPE_CHECKING:
+    from dbqueue.kombu_transport.transport import Transport
+
+log = logging.getLogger("dbqueue.kombu")
+
+UNLIMITED_PREFETCH = 32
+"""Messages in the inbox of a channel without a prefetch limit."""
+
+
+@dataclass(frozen=True)
+class Consumer:
+    tag: str
+    queue: str
+    no_ack: bool
+    callback: Callable[[Any], Any]
+    bindings: tuple[Binding, ...]
+    brief: bool
+
+
+class Channel(Publisher):
+    def __init__(self, connection: Transport, **kwargs: Any) -> None:
+        super().__init__(connection, **kwargs)
+        self.key = id(self)
+        self.window = 0
+        self.feeds_celery = False
+        """What it delivered went to a Celery worker, which knows what it has begun."""
+        self._by_tag: dict[str, Consumer] = {}
+        self._inbox: deque[tuple[str, Delivery | Item]] = deque()
+        self._inbox_lock = threading.Lock()
+
+    # -- consuming ---------------------------------------------------------------------------------------------------
+
+    def basic_consume(self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any) -> None:
+        dialect, station = self.station.dialect, self.station
+        self._do(
+            lambda s: routing.add_consumer(
+                dialect, s, self._stored_tag(consumer_tag), queue, station.name, round(ALIVE * 1e6)
+            ),
+            write=True,
+            joins=False,
+        )
+        self._by_tag[consumer_tag] = self._consumer(consumer_tag, queue, bool(no_ack), callback)
+        self._learn_revoked()
+        self._consumers.add(consumer_tag)
+        station.attach(self)
+
+    def _learn_revoked(self) -> None:
+        """A Celery worker knows from the start what was revoked before it was there; it does the rest."""
+        state = sys.modules.get("celery.worker.state")
+        if state is not None and any(not consumer.brief for consumer in self._by_tag.values()):
+            state.revoked.update(self.station.read(lambda s: routing.revoked(self.station.dialect, s)))
+
+    def _consumer(self, tag: str, queue: str, no_ack: bool, callback: Any) -> Consumer:
+        route = self.station.facts(queue)
+        brief = route is not None and route.brief
+        return Consumer(tag, queue, no_ack, callback, self._bindings(queue) if brief else (), brief)
+
+    def _bound(self, queue: str) -> None:
+        for consumer in list(self._by_tag.values()):
+            if consumer.queue == queue:
+                self._by_tag[consumer.tag] = self._consumer(consumer.tag, queue, consumer.no_ack, consumer.callback)
+
+    def _stored_tag(self, tag: str) -> str:
+        return f"{self.station.name}/{self.key}/{tag}"
+
+    def basic_cancel(self, consumer_tag: str) -> None:
+        consumer = self._by_tag.pop(consumer_tag, None)
+        self._consumers.discard(consumer_tag)
+        if consumer is None:
+            return
+        if self._by_tag:
+            self.station.news(self.key)
+        else:
+            self.station.detach(self)
+        self._drop_from_inbox(consumer.queue)
+        with contextlib.suppress(ConnectionLost):  # its row ends with its time
+            dialect = self.station.dialect
+            stored = self._stored_tag(consumer_tag)
+            if self.station.run(lambda s: routing.remove_consumer(dialect, s, stored, consumer.queue)):
+                self.station.run(lambda s: routing.delete_queue(dialect, s, consumer.queue))
+                self.station.mail.drop(consumer.queue)
+                self.station.forget(consumer.queue)
+
+    def _drop_from_inbox(self, queue: str) -> None:
+        if any(consumer.queue == queue for consumer in self._by_tag.values()):
+            return
+        with self._inbox_lock:
+            gone = [entry for name, entry in self._inbox if name == queue]
+            self._inbox = deque((name, entry) for name, entry in self._inbox if name != queue)
+        for entry in gone:
+            if isinstance(entry, Delivery):
+                self._end(entry.tag, ends.handed_back)
+
+    def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
+        self._in_order()
+        delivery = self.station.claim_one(queue, self.key)
+        if delivery is not None:
+            return self._message(delivery, no_ack)
+        route = self.station.facts(queue)
+        if route is not None and route.brief:
+            letters = self.station.mail.read(queue, self._bindings(queue), 1)
+            if letters:
+                return self._letter(letters[0])
+        return None
+
+    def basic_qos(self, prefetch_size: int = 0, prefetch_count: int = 0, apply_global: bool = False) -> None:
+        self.window = prefetch_count or 0
+        self.qos.prefetch_count = self.window
+        self.station.news(self.key)
+
+    def basic_ack(self, delivery_tag: int, multiple: bool = False) -> None:
+        """Never raises: the ledger keeps it until the database has it, or its lease has ended."""
+        self._end(delivery_tag, ends.acked)
+
+    def basic_reject(self, delivery_tag: int, requeue: bool = False) -> None:
+        self._end(delivery_tag, ends.requeued if requeue else ends.rejected)
+
+    def basic_recover(self, requeue: bool = False) -> None:
+        if not requeue:
+            raise NotImplementedError("Does not support recover(requeue=False)")
+        for delivery in self.station.ledger.of(self.key):
+            if delivery.delivered:
+                self._end(delivery.tag, ends.requeued)
+
+    def _end(self, tag: int, how: Any) -> None:
+        if self.station.ledger.settle(tag, how):
+            self.station.wake()
+
+    def _restore(self, message: Any) -> None:
+        self.basic_reject(message.delivery_tag, requeue=True)
+
+    # -- the station's side: called on its thread ----------------------------------------------------------------------
+
+    def wanted(self) -> int:
+        transport = self.connection
+        if self.closed or transport is None or not transport.draining:
+            return 0
+        waiting = len(self._inbox)
+        if not self.window:
+            return max(0, UNLIMITED_PREFETCH - waiting)
+        held = self.station.ledger.held_by(self.key)
+        return max(0, self.window - held)
+
+    def queues(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(consumer.queue for consumer in list(self._by_tag.values())))
+
+    def wants_letters(self) -> bool:
+        transport = self.connection
+        return transport is not None and transport.draining and len(self._inbox) <= 10 * UNLIMITED_PREFETCH
+
+    def letters(self) -> list[tuple[str, tuple[Binding, ...]]]:
+        return [(consumer.queue, consumer.bindings) for consumer in list(self._by_tag.values()) if consumer.brief]
+
+    def put(self, deliveries: list[Delivery]) -> None:
+        self._arrived([(delivery.row.queue, delivery) for delivery in deliveries])
+
+    def put_letters(self, queue: str, letters: list[Item]) -> None:
+        self._arrived([(queue, letter) for letter in letters])
+
+    def _arrived(self, entries: list[tuple[str, Any]]) -> None:
+        transport = self.connection
+        with self._inbox_lock:
+            open_now = not self.closed and transport is not None
+            if open_now:
+                self._inbox.extend(entries)
+        if not open_now:
+            for _, entry in entries:
+                if isinstance(entry, Delivery):
+                    self._end(entry.tag, ends.handed_back)
+            return
+        transport.arrived()
+
+    def trouble(self, error: ConnectionLost | None) -> None:
+        transport = self.connection
+        if transport is not None:
+            transport.trouble(error)
+
+    # -- delivering: on the thread that drains -----------------------------------------------------------------------
+
+    @property
+    def has_mail(self) -> bool:
+        return bool(self._inbox)
+
+    def deliver(self) -> int:
+        """Hands over everything that has arrived; returns how many messages that were."""
+        done = 0
+        for _ in range(len(self._inbox)):
+            with self._inbox_lock:
+                if not self._inbox:
+                    break
+                queue, entry = self._inbox.popleft()
+            consumer = next((c for c in self._by_tag.values() if c.queue == queue), None)
+            if consumer is None or (isinstance(entry, Delivery) and entry.lost):
+                if isinstance(entry, Delivery):
+                    self._end(entry.tag, ends.handed_back)
+                continue
+            done += 1
+            self.feeds_celery = self.feeds_celery or _is_celerys(consumer.callback)
+            made = self._message(entry, consumer.no_ack) if isinstance(entry, Delivery) else self._letter(entry)
+            if made is not None:
+                consumer.callback(made)
+        return done
+
+    def _message(self, delivery: Delivery, no_ack: bool) -> Any:
+        row = delivery.row
+        assert row.head is not None
+        try:
+            payload = messages.payload_of(
+                row.head, row.payload, delivery.tag, redelivered=row.attempt > 1 or row.lapses > 0
+            )
+            made = self.Message(payload, channel=self)
+        except (ValueError, KeyError, TypeError):
+            log.exception("message %s cannot be read; it is kept as dead", row.id.hex())
+            self._end(delivery.tag, ends.rejected)
+            return None
+        delivery.delivered = True
+        if no_ack:
+            self._end(delivery.tag, ends.acked)
+        return made
+
+    def _letter(self, letter: Item) -> Any:
+        try:
+            payload = messages.payload_of(
+                letter.head, letter.payload, self.station.ledger.next_tag(), redelivered=False
+            )
+            return self.Message(payload, channel=self)
+        except (ValueError, KeyError, TypeError):
+            log.exception("a short-lived message cannot be read")
+            return None
+
+    # -- closing -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Gives back what was not started. Running tasks stay in the ledger and ack through this dead channel."""
+        if self.closed:
+            return
+        with self._inbox_lock:
+            self.closed = True
+        for tag in list(self._by_tag):
+            self.basic_cancel(tag)
+        self.station.detach(self)
+        self._give_back()
+        with self._inbox_lock:
+            self._inbox.clear()
+        if self.connection is not None:
+            self.connection.close_channel(self)
+        self.exchange_types = None
+
+    def _give_back(self) -> None:
+        running = _running_tasks() if self.feeds_celery else None
+        for delivery in self.station.ledger.of(self.key):
+            if delivery.settlement is not None:
+                continue
+            if running is None:
+                self._end(delivery.tag, ends.left_by_close if delivery.delivered else ends.handed_back)
+            elif delivery.row.task_id is None or delivery.row.task_id not in running:
+                self._end(delivery.tag, ends.handed_back)
+
+
+def _is_celerys(callback: Any) -> bool:
+    handler = getattr(getattr(callback, "__self__", None), "on_message", None)
+    return str(getattr(handler, "__module__", "")).startswith("celery.worker.")
+
+
+def _running_tasks() -> set[str]:
+    """Ids of the tasks that this Celery worker has begun."""
+    state = sys.modules.get("celery.worker.state")
+    return set() if state is None else {request.id for request in tuple(state.active_requests)}

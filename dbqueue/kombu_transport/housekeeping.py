@@ -1,0 +1,69 @@
+"""What some process has to do for all: keep its consumers' rows alive, and clear away what nobody uses any more.
+
+Each is a short transaction, and any number of processes may do it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable
+
+from dbqueue import routing
+from dbqueue.database.dialect import OwnSession, Session
+from dbqueue.database.engine import Database
+from dbqueue.mail import Mail
+
+ALIVE, ALIVE_EVERY = 60.0, 20.0
+"""Seconds that a consumer's row is good for, and how often its process moves them on."""
+SWEEP_EVERY = 30.0
+PATIENCE = 0.5
+EXPIRED_BATCH = 100
+
+
+class Housekeeping:
+    """Instants are of time.monotonic()."""
+
+    def __init__(self, database: Database, mail: Mail, worker: str) -> None:
+        self._dialect, self._mail, self._worker = database.dialect, mail, worker
+        self._alive_at = time.monotonic() + ALIVE_EVERY
+        self._sweep_at = time.monotonic() + random.uniform(0.5, 1.0) * SWEEP_EVERY
+
+    @property
+    def next_at(self) -> float:
+        return min(self._alive_at, self._sweep_at)
+
+    def run(self, session: OwnSession, now: float) -> None:
+        """Does what is due. Errors leave it after the next time was set."""
+        if now >= self._alive_at:
+            self._alive_at = now + ALIVE_EVERY
+            _write(session, lambda s: routing.keep_consumers(self._dialect, s, self._worker, round(ALIVE * 1e6)))
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_EVERY * random.uniform(0.8, 1.2)
+            self._sweep(session)
+
+    def _sweep(self, session: OwnSession) -> None:
+        dialect, grace = self._dialect, round(ALIVE * 1e6)
+        for queue in routing.abandoned_queues(dialect, session, grace):
+            _write(session, lambda s, queue=queue: routing.delete_queue(dialect, s, queue))  # type: ignore[misc]
+            self._mail.drop(queue)
+        expired = routing.expired_messages(dialect, session, EXPIRED_BATCH)
+        for job_id in expired:
+            _write(session, lambda s, job_id=job_id: dialect.cancel(s, job_id))  # type: ignore[misc]
+        if len(expired) >= EXPIRED_BATCH:
+            self._sweep_at = 0.0
+        _write(session, lambda s: routing.forget_dead_consumers(dialect, s, grace))
+        _write(session, lambda s: routing.forget_revoked(dialect, s))
+        self._mail.prune()
+
+
+def _write(session: OwnSession, verb: Callable[[Session], object]) -> None:
+    session.begin(time.monotonic() + PATIENCE)
+    try:
+        verb(session)
+        session.commit()
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is the one to tell
+            session.rollback()
+        raise

@@ -1,0 +1,169 @@
+"""The log of short-lived messages: remote control, events, replies. Written once, read by every queue that takes part.
+
+A message has a number, and the order of numbers is the order of commits (``dialect.post``); a queue has a cursor, which readers
+move by compare-and-set, so that two consumers of one queue share its messages. The log and the cursors may be lost with the
+server (UNLOGGED; on SQLite a side file that does not wait for the disk), and what expired is deleted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dbqueue.database.dialect import OwnSession
+from dbqueue.database.engine import Database
+from dbqueue.database.tables import Letter
+from dbqueue.database.wakeup import BELL
+from dbqueue.routing import matches
+
+BATCH = 200
+TRIES = 20
+
+Binding = tuple[str, str, str]
+"""Exchange, its type, routing key or pattern."""
+
+
+@dataclass(frozen=True)
+class Item:
+    id: int
+    exchange: str
+    routing_key: str
+    head: bytes
+    payload: bytes
+
+
+class Mail:
+    """One database's log. Thread-safe; every call is a transaction of its own."""
+
+    def __init__(self, database: Database) -> None:
+        self._database, self._dialect = database, database.dialect
+        self._lock = threading.Lock()
+        self._own: OwnSession | None = None
+
+    @contextmanager
+    def _session(self) -> Iterator[OwnSession]:
+        with self._lock, self._database.errors():
+            if self._own is None:
+                self._own = self._dialect.mail_session()
+            if self._own is not None:
+                yield self._own
+                return
+        with self._database.session() as session:
+            yield session
+
+    def close(self) -> None:
+        with self._lock:
+            own, self._own = self._own, None
+        if own is not None:
+            own.close()
+
+    def post(self, letter: Letter) -> None:
+        with self._session() as session:
+            self._dialect.post(session, letter)
+
+    def open(self, queue: str) -> None:
+        """The queue reads what is written from now on, unless it has a cursor already."""
+        with self._session() as session:
+            session.execute(
+                self._dialect.portable(
+                    "INSERT INTO {cursors} (queue, position) SELECT :queue, COALESCE(max(id), 0) FROM {mail} WHERE 1 = 1 "
+                    "ON CONFLICT (queue) DO NOTHING"
+                ),
+                {"queue": queue},
+            )
+
+    def _begin(self, session: OwnSession, queue: str) -> None:
+        session.execute(
+            self._dialect.portable(
+                "INSERT INTO {cursors} (queue, position) VALUES (:queue, 0) ON CONFLICT (queue) DO NOTHING"
+            ),
+            {"queue": queue},
+        )
+
+    def drop(self, queue: str) -> None:
+        with self._session() as session:
+            session.execute(self._dialect.portable("DELETE FROM {cursors} WHERE queue = :queue"), {"queue": queue})
+
+    def read(
+        self, queue: str, bindings: Sequence[Binding], limit: int, rank: Callable[[Item], int] | None = None
+    ) -> list[Item]:
+        """Takes up to ``limit`` messages of the queue, best ``rank`` first, and moves its cursor behind them. With a rank that sets
+        later messages before earlier ones, all that are there are taken."""
+        with self._session() as session:
+            for _ in range(TRIES):
+                at, rows = self._look(session, queue, bindings)
+                if at is None:  # the server crashed and lost it, and with it all messages that are older than the crash
+                    self._begin(session, queue)
+                    continue
+                mine = [row for row in rows if self._is_for(row, queue, bindings)]
+                to = rows[-1].id if rows else at
+                if rank is not None and len({rank(row) for row in mine}) > 1:
+                    mine.sort(key=lambda row: (rank(row), row.id))
+                elif len(mine) > limit:
+                    mine = mine[:limit]
+                    to = mine[-1].id
+                if not mine and len(rows) < BATCH // 4:  # not worth a write
+                    return []
+                if self._move(session, queue, at, to) and (mine or len(rows) < BATCH):
+                    return mine
+            return []
+
+    def _look(self, session: OwnSession, queue: str, bindings: Sequence[Binding]) -> tuple[int | None, list[Item]]:
+        """The queue's cursor, None if it has none, and what lies behind it in the exchanges that it is bound to."""
+        exchanges = sorted({exchange for exchange, _, _ in bindings})
+        names = {f"e{n}": exchange for n, exchange in enumerate(exchanges)}
+        bound = f" OR m.exchange IN ({', '.join(':' + name for name in names)})" if names else ""
+        found = session.execute(
+            self._dialect.portable(
+                "SELECT c.position, m.id, m.exchange, m.routing_key, m.head, m.payload FROM {cursors} c LEFT JOIN {mail} m "
+                f"ON m.id > c.position AND (m.exchange = '' AND m.routing_key = :queue{bound}) AND m.expires_at > {{now}} "
+                f"WHERE c.queue = :queue ORDER BY m.id LIMIT {BATCH}"
+            ),
+            {"queue": queue, "offset": self._dialect.clock.offset, **names},
+        )
+        rows = [row[1:] for row in found if row[1] is not None]
+        items = [Item(int(row[0]), str(row[1]), str(row[2]), bytes(row[3]), bytes(row[4])) for row in rows]
+        return (int(found[0][0]) if found else None), items
+
+    @staticmethod
+    def _is_for(item: Item, queue: str, bindings: Sequence[Binding]) -> bool:
+        if not item.exchange:
+            return item.routing_key == queue
+        return any(
+            exchange == item.exchange and matches(kind, pattern, item.routing_key)
+            for exchange, kind, pattern in bindings
+        )
+
+    def _move(self, session: OwnSession, queue: str, at: int, to: int) -> bool:
+        session.execute(
+            self._dialect.portable("UPDATE {cursors} SET position = :to WHERE queue = :queue AND position = :at"),
+            {"queue": queue, "at": at, "to": to},
+        )
+        return session.changed == 1
+
+    def size(self, queue: str, bindings: Sequence[Binding]) -> int:
+        """How many messages wait; not counted further than one batch."""
+        with self._session() as session:
+            _, rows = self._look(session, queue, bindings)
+        return sum(self._is_for(row, queue, bindings) for row in rows)
+
+    def purge(self, queue: str, bindings: Sequence[Binding]) -> int:
+        total = 0
+        while taken := self.read(queue, bindings, BATCH):
+            total += len(taken)
+        return total
+
+    def prune(self) -> None:
+        """Deletes what expired."""
+        with self._session() as session:
+            session.execute(
+                self._dialect.portable("DELETE FROM {mail} WHERE expires_at <= {now}"),
+                {"offset": self._dialect.clock.offset},
+            )
+
+
+def bells(exchange: str, routing_key: str) -> tuple[str, ...]:
+    """Under which name the readers of such a message sleep: one for each exchange, of the default exchange one for each queue."""
+    return (BELL + (exchange or f"={routing_key}"),)

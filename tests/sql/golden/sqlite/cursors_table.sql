@@ -1,0 +1,1 @@
+CREATE TABLE IF NOT EXISTS "dbqueue_cursors" (queue TEXT NOT NULL PRIMARY KEY, position INTEGER NOT NULL)

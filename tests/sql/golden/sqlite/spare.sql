@@ -1,0 +1,1 @@
+UPDATE "dbqueue_jobs" SET lease_until = :until WHERE id = :id

@@ -1,0 +1,116 @@
+"""A Celery app in a folder, its real workers in processes of their own, and what its tasks noted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).parents[2]
+
+APP = """
+import os, time
+from celery import Celery
+app = Celery("shop", broker={broker!r}, backend={backend!r})
+app.conf.update(
+    broker_transport_options={options!r}, worker_prefetch_multiplier=2, broker_connection_retry_on_startup=True,
+    worker_hijack_root_logger=False, task_default_queue="shop",
+)
+
+def note(text):
+    with open({notes!r}, "a") as file:
+        file.write(text + "\\n")
+
+@app.task
+def add(x, y):
+    note(f"add {{x}} {{y}}")
+    return x + y
+
+@app.task
+def slow(name, seconds):
+    note(f"start {{name}}")
+    time.sleep(seconds)
+    note(f"end {{name}}")
+
+@app.task(acks_late=True, reject_on_worker_lost=True)
+def late(name, seconds):
+    note(f"start {{name}}")
+    time.sleep(seconds)
+    note(f"end {{name}}")
+
+@app.task(bind=True, max_retries=3)
+def flaky(self, name):
+    note(f"try {{name}} {{self.request.retries}}")
+    if self.request.retries < 1:
+        raise self.retry(countdown=0.2)
+
+@app.task
+def fan(name):
+    for n in range(3):
+        add.delay(name, n)
+"""
+
+
+class Shop:
+    """A Celery app in a folder, its workers, and what its tasks noted."""
+
+    def __init__(self, folder: Path, broker_url: str, options: dict[str, Any], backend: str = "") -> None:
+        self.folder, self.notes_file = folder, folder / "notes"
+        self.broker_url = broker_url
+        self.notes_file.touch()
+        text = APP.format(broker=broker_url, backend=backend, options=options, notes=str(self.notes_file))
+        (folder / "shop.py").write_text(textwrap.dedent(text))
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.logs: list[Path] = []
+
+    @property
+    def app(self) -> Any:
+        if str(self.folder) not in sys.path:
+            sys.path.insert(0, str(self.folder))
+        import shop  # type: ignore[import-not-found]
+
+        return shop
+
+    def celery(self, *arguments: str) -> subprocess.Popen[bytes]:
+        log = self.folder / f"log{len(self.logs)}"
+        environment = {**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}"}
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "celery", "-A", "shop", *arguments],
+                cwd=self.folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        self.workers.append(process)
+        self.logs.append(log)
+        return process
+
+    def worker(self, *arguments: str, pool: str = "prefork", size: int = 2) -> subprocess.Popen[bytes]:
+        """Starts one and waits until it is ready."""
+        name = f"w{len(self.workers)}@shop"
+        process = self.celery("worker", "-n", name, "-P", pool, "-c", str(size), "-l", "INFO", *arguments)
+        log = self.logs[-1]
+        wait_for(
+            lambda: f"{name} ready" in log.read_text() or process.poll() is not None,
+            60,
+            "the worker did not become ready",
+        )
+        assert process.poll() is None, log.read_text()
+        return process
+
+    @property
+    def notes(self) -> list[str]:
+        return self.notes_file.read_text().split("\n")[:-1]
+
+    def wait_for_note(self, text: str, seconds: float = 30) -> None:
+        wait_for(lambda: text in self.notes, seconds, f"{text!r} was not noted")
+
+    def close(self) -> None:
+        for process in self.workers:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
