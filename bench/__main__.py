@@ -187,7 +187,12 @@ class Bench:
 
     def start(self, name: str, variant: str, processes: int) -> list[subprocess.Popen[bytes]]:
         return [
-            subprocess.Popen(self.command(name, "work", variant, slot), env=self.environ, start_new_session=True)
+            subprocess.Popen(
+                self.command(name, "work", variant, slot),
+                env=self.environ,
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+            )  # fmt: skip
             for slot in range(processes)
         ]
 

@@ -208,9 +208,8 @@ class Connection:
                 if not self._opening.done:
                     return False
                 opening, self._opening = self._opening, None
-                first = (
-                    not self._made_at
-                )  # nothing was claimed under this name before it, and on SQLite a release waits for the lock
+                # Before the first one nothing was claimed under this name, and on SQLite a release waits for the lock.
+                first = not self._made_at
                 self._take(opening.take())
                 if not first:
                     self._released = self._release(known)

@@ -79,10 +79,10 @@ def test_4_schema(process: Run, cli: Run, database_url: str) -> None:
     missing = process("jobs", "list", "--url", database_url, "--json")
     assert (missing.code, missing.out, missing.error["error"]) == (4, "", "schema_missing")
     assert cli("migrate", "--url", database_url).code == 0
-    run_sql(database_url, "UPDATE dbqueue_migrations SET version = 0")
+    run_sql(database_url, "DELETE FROM dbqueue_migrations WHERE version > 1")
     outdated = process("jobs", "list", "--url", database_url, "--json")
     assert (outdated.code, outdated.error["error"]) == (4, "schema_outdated")
-    run_sql(database_url, "UPDATE dbqueue_migrations SET version = 99")
+    run_sql(database_url, "UPDATE dbqueue_migrations SET version = 99 WHERE version = 1")
     too_new = cli("jobs", "list", "--url", database_url, "--json")
     assert (too_new.code, too_new.error["error"]) == (4, "schema_too_new")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.examples.lab import ROOT, Example
+import pytest
+
+from tests.examples.lab import ROOT, Example, Lab
 from tests.examples.scenarios import Scenarios
 
 
@@ -15,3 +17,12 @@ class TestFastapiShop(Scenarios):
         prepare=(("-m", "examples.fastapi_shop.migrate"),),
     )
     orders_table, events_table = "orders", "events"
+
+    # The broker's part of these two is the same in both shops.
+    @pytest.mark.soak
+    def test_an_eta_waits_in_the_database(self, shop: Lab) -> None:
+        super().test_an_eta_waits_in_the_database(shop)
+
+    @pytest.mark.soak
+    def test_a_killed_workers_task_comes_back(self, shop: Lab) -> None:
+        super().test_a_killed_workers_task_comes_back(shop)

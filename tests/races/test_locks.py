@@ -27,7 +27,7 @@ from dbqueue.states import Kind, State
 from tests.factory import LEASE, Job, claim_turn, make, now, rows, run_together, set_columns
 from tests.waiting import wait_for
 
-PATIENCE = 0.2
+PATIENCE = 2.0
 """Seconds that an answer may take while somebody else holds a row."""
 
 LONG = 100 * LEASE

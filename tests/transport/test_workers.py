@@ -77,7 +77,9 @@ def test_a_killed_workers_tasks_come_back(make_shop: MakeShop, queue: DBQueue) -
 
 
 @pytest.mark.req("C4")
-@pytest.mark.parametrize("pool", ["prefork", "solo", "threads"])
+@pytest.mark.parametrize(
+    "pool", ["prefork", pytest.param("solo", marks=pytest.mark.soak), pytest.param("threads", marks=pytest.mark.soak)]
+)
 def test_a_task_longer_than_the_lease_runs_once(make_shop: MakeShop, queue: DBQueue, pool: str) -> None:
     """While it runs, through SIGTERM, until its end, with another worker waiting for its like."""
     shop = make_shop(lease=1)
