@@ -192,7 +192,7 @@ class Bench:
                 env=self.environ,
                 start_new_session=True,
                 stdout=subprocess.DEVNULL,
-            )  # fmt: skip
+            )
             for slot in range(processes)
         ]
 
