@@ -308,10 +308,13 @@ class HueySqlite(System):
     name, database = "huey-sqlite", "sqlite"
     variants = ("1", "2")
 
-    def app(self, slot: int | None = None) -> tuple[Any, Any]:
+    def huey(self) -> Any:
         from huey import SqliteHuey
 
-        huey = SqliteHuey("bench", filename=str(DIR / "huey.db"), results=False)
+        return SqliteHuey("bench", filename=str(DIR / "huey.db"), results=False)
+
+    def app(self, slot: int | None = None) -> tuple[Any, Any]:
+        huey = self.huey()
         counter = None if slot is None else tally(slot)
 
         @huey.task(name="noop")
@@ -345,22 +348,14 @@ class HueySqlite(System):
         huey.create_consumer(workers=int(variant), periodic=False, worker_type="thread").run()
 
 
-class HueyRedis(System):
+class HueyRedis(HueySqlite):
     name, database = "huey-redis", "redis"
     variants = ("4",)
 
-    def app(self, slot: int | None = None) -> tuple[Any, Any]:
+    def huey(self) -> Any:
         from huey import RedisHuey
 
-        huey = RedisHuey("bench", url=os.environ["BENCH_REDIS"], results=False)
-        counter = None if slot is None else tally(slot)
-
-        @huey.task(name="noop")
-        def noop(text: str, sent: int) -> None:
-            if counter is not None:
-                counter.hit(sent)
-
-        return huey, noop
+        return RedisHuey("bench", url=os.environ["BENCH_REDIS"], results=False)
 
     def reset(self) -> None:
         self.app()[0].flush()
@@ -369,15 +364,6 @@ class HueyRedis(System):
         send = self.open()
         for _ in range(n):
             send(0)
-
-    def open(self) -> Callable[[int], object]:
-        _, noop = self.app()
-        return lambda sent: noop(PAYLOAD, sent)
-
-    def work(self, variant: str, slot: int) -> None:
-        huey, _ = self.app(slot)
-        logging.disable(logging.ERROR)
-        huey.create_consumer(workers=int(variant), periodic=False, worker_type="thread").run()
 
 
 class CeleryOn(System):
