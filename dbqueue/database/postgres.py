@@ -14,6 +14,7 @@ parameter there the generic plan looks dear and each execution is planned anew. 
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,8 +95,6 @@ _MISSING_STATES = ("42P01", "3F000")
 _KEY_STATE = "23505"
 
 
-NEVER = float("inf")
-
 _IN_LANE = itemgetter(9, 1, 2)
 """Priority, queued_at and id of a claim's row."""
 
@@ -114,7 +113,7 @@ class PostgresSession:
     def __init__(self, connection: Any) -> None:
         self.connection = connection
         self.changed = 0
-        self.asked_at = NEVER
+        self.asked_at = math.inf
         """Since when a statement waits for its answer; for a watcher in another thread."""
         self.marks = Marks()
         self._wire = Wire.of(connection)
@@ -129,7 +128,7 @@ class PostgresSession:
         try:
             cursor.execute(statement, params)
         finally:
-            self.asked_at = NEVER
+            self.asked_at = math.inf
         self.changed = cursor.rowcount
         return cursor.fetchall() if cursor.description else []
 
@@ -171,7 +170,7 @@ class PostgresSession:
         try:
             return self._wire.run(steps)
         finally:
-            self.asked_at = NEVER
+            self.asked_at = math.inf
 
     def begin(self, deadline: float | None = None) -> None:
         # A role may default to serializable or read only; our own transactions say what they need.

@@ -191,6 +191,10 @@ class ClaimRequest:
     token: bytes
     lease: int
 
+    def filled_by(self, found: int) -> bool:
+        """Whether so many are as many as a claim of this size brings: there may be more."""
+        return found >= 1 << (self.limit.bit_length() - 1)
+
 
 class ClaimedRow(Struct, frozen=True, gc=False):
     """A job that is ours until ``lease_until``, by the database's clock."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from dbqueue.database.tables import IN_PLACE, ClaimedRow, Fact, Held, Settlement
+from dbqueue.runtime.claims import BUSY_FIRST, BUSY_MOST
 from dbqueue.states import Kind, State
 
-BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 REQUEUES_AT_ONCE = 2
 """A message that is put back more often in a row waits before it comes again, longer each time."""
 LONGEST_WAIT = 60

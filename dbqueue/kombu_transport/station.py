@@ -43,7 +43,7 @@ from dbqueue.kombu_transport.options import Options
 from dbqueue.mail import Binding, Item, Mail, bells
 from dbqueue.queue import open_database
 from dbqueue.routing import Route
-from dbqueue.runtime.connection import Connection
+from dbqueue.runtime.connection import CLAIM_ANYWAY, SWEEP_PAUSE, Connection
 from dbqueue.runtime.upkeep import Upkeep
 from dbqueue.runtime.wake import Wake
 
@@ -53,7 +53,6 @@ T = TypeVar("T")
 
 FACTS_FOR = 10.0
 """Seconds for which what was declared about a queue is remembered."""
-CLAIM_ANYWAY, SWEEP_PAUSE = 5.0, 0.02
 GATHER = 0.001
 MOST_CLAIMED = 64
 MOST_LAPSES = 20
@@ -414,7 +413,7 @@ class Station:
             return
         rows = result.claimed
         taken = [self._take(row, channel.key, now, result.now) for row in rows]
-        if rows and len(rows) >= 1 << (claim.limit.bit_length() - 1):
+        if claim.filled_by(len(rows)):
             self._backlog[channel.key] = True
         else:
             self._nothing(channel, now, whole=result.whole)
@@ -426,10 +425,8 @@ class Station:
         if not whole:
             self._claim_at[channel.key] = now + SWEEP_PAUSE
             return
-        look_at = self._connection.fall_asleep(now)
-        pause = self._poll if self.dialect.probes else max(self._poll, CLAIM_ANYWAY)
-        self._claim_at[channel.key] = min(now + pause, look_at)
-        if look_at <= now:
+        self._claim_at[channel.key] = self._connection.claim_again_at(now)
+        if self._claim_at[channel.key] <= now:
             self._upkeep.soon()
 
     def _take(self, row: ClaimedRow, owner: int, sent: float, now: int | None) -> Delivery | None:

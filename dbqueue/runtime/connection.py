@@ -28,6 +28,11 @@ from dbqueue.errors import DatabaseBusy, QueueError
 from dbqueue.runtime.running import NEVER
 
 RECONNECT_FIRST, RECONNECT_MOST = 0.1, 5.0
+CLAIM_ANYWAY = 5.0
+"""Seconds after which an idle worker claims even if nothing told it to."""
+SWEEP_PAUSE = 0.02
+"""Seconds until a claim that looked only beyond its low-water marks, and found little, is followed by one that looks
+everywhere."""
 LOOK_FIRST = 0.002
 """Seconds from falling asleep to the first look whether older transactions have ended; doubled each time, up to the
 poll."""
@@ -341,10 +346,15 @@ class Connection:
             self._listen_later()
             return False
 
-    def fall_asleep(self, now: float) -> float:
-        """After a claim that found nothing: announces the sleep, then looks whether every transaction that was open
-        at the announcement has ended (see ``wakeup``). Returns when to look for jobs again; ``now``: at once; NEVER:
-        whoever writes one rings."""
+    def claim_again_at(self, now: float) -> float:
+        """After a claim that looked everywhere and found nothing: when to claim again though nobody rang; ``now``: at once.
+        Where upkeep's look, once a poll, tells whether anything is claimable, claims need not ask."""
+        pause = self._poll if self._dialect.probes else max(self._poll, CLAIM_ANYWAY)
+        return min(now + pause, self._fall_asleep(now))
+
+    def _fall_asleep(self, now: float) -> float:
+        """Announces the sleep, then looks whether every transaction that was open at the announcement has ended (see
+        ``wakeup``). Returns when to look for jobs again; ``now``: at once; NEVER: whoever writes one rings."""
         sleeper = self.sleeper
         if sleeper is None or sleeper.settled:
             return NEVER

@@ -31,7 +31,7 @@ from dbqueue.errors import ConnectionLost, DatabaseBusy, DatabaseError, QueueErr
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff
 from dbqueue.runtime.claims import Claims
-from dbqueue.runtime.connection import Connection
+from dbqueue.runtime.connection import SWEEP_PAUSE, Connection
 from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
 from dbqueue.runtime.options import WorkerOptions
@@ -47,8 +47,6 @@ __all__ = ["EXIT_ABANDONED", "EXIT_CLEAN", "Worker", "WorkerOptions", "run_worke
 
 log = logging.getLogger("dbqueue")
 
-CLAIM_ANYWAY = 5.0
-"""Seconds after which an idle worker claims even if nothing told it to."""
 EXIT_CLEAN = 0
 EXIT_BROKEN = 1
 """No child process can be had: the application cannot be imported, as a rule."""
@@ -58,9 +56,6 @@ EXIT_ABANDONED = 75
 SHORTEST_HISTORY = 60.0
 """Seconds that even a switched-off history keeps succeeded jobs: a settle whose COMMIT answer was lost must be told
 "already"."""
-SWEEP_PAUSE = 0.02
-"""Seconds until a claim that looked only beyond its low-water marks, and found little, is followed by one that looks
-everywhere."""
 BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 """Seconds until the next try when the whole database is busy: SQLite's write lock, a deadlock."""
 BUSY_TOLD = 2.0
@@ -318,7 +313,7 @@ class Worker:
         self._went_well("turn")
         for row in rows:
             self._start(row, sent)
-        if rows and len(rows) >= 1 << (claim.limit.bit_length() - 1):  # as many as a claim of this size brings
+        if claim.filled_by(len(rows)):
             self._backlog, self._drained = True, False
         else:
             self._nothing_found(sent, whole=result.whole)
@@ -335,11 +330,8 @@ class Worker:
             self._claim_at = now + self.poll
             self.upkeep.soon()
         elif self._capacity:
-            look_at = self.connection.fall_asleep(now)
-            # Where upkeep's look, once a poll, tells whether anything is claimable, claims need not ask.
-            pause = self.poll if self.dialect.probes else max(self.poll, CLAIM_ANYWAY)
-            self._claim_at = min(now + pause, look_at)
-            if look_at <= now:  # jobs that become due soon, too, may have been written without a ring
+            self._claim_at = self.connection.claim_again_at(now)
+            if self._claim_at <= now:  # jobs that become due soon, too, may have been written without a ring
                 self.upkeep.soon()
 
     def _start(self, row: ClaimedRow, sent: float) -> None:

@@ -55,6 +55,22 @@ class Work:
         return [ref.id for ref in self.target.enqueue_many([Number(n) for n in numbers])]
 
 
+def outlasting(queue: DBQueue, timeout: float) -> tuple[Target[None], list[float]]:
+    """A job whose first attempt outlasts its timeout, and the list where it notes after how many seconds it was told so."""
+    stopped: list[float] = []
+
+    @queue.job(max_attempts=3, timeout=timeout, name="late", retry=0.05)
+    def late() -> None:
+        job = current_job()
+        assert job is not None
+        if job.attempt == 1:
+            began = time.monotonic()
+            job.wait(20)
+            stopped.append(time.monotonic() - began)
+
+    return late, stopped
+
+
 @contextmanager
 def working(queue: DBQueue, **options: Any) -> Iterator[Any]:
     """A worker in a thread that has begun."""
@@ -145,16 +161,7 @@ def test_a_server_that_takes_everything_and_answers_nothing(
     monkeypatch.setattr("dbqueue.runtime.connection.LONGEST_PATIENCE", 1.0)
     work, direct = Work(through), make_queue()
     watching = Work(direct)
-    stopped: list[float] = []
-
-    @through.job(max_attempts=3, timeout=2.5, name="late", retry=0.05)
-    def late() -> None:
-        job = current_job()
-        assert job is not None
-        if job.attempt == 1:
-            began = time.monotonic()
-            job.wait(20)
-            stopped.append(time.monotonic() - began)
+    late, stopped = outlasting(through, timeout=2.5)
 
     with working(through, slots=3):
         first = work.enqueue(1_000, 1_001)
@@ -606,16 +613,7 @@ def test_a_table_that_is_locked(make_queue: MakeQueue, database_url: str, told: 
     """ALTER TABLE, LOCK TABLE, VACUUM FULL: the loop goes round meanwhile, so a job is told of its timeout, and its outcome waits."""
     queue = make_queue()
     work = Work(queue)
-    stopped: list[float] = []
-
-    @queue.job(max_attempts=3, timeout=2.0, name="late", retry=0.05)
-    def late() -> None:
-        job = current_job()
-        assert job is not None
-        if job.attempt == 1:
-            began = time.monotonic()
-            job.wait(20)
-            stopped.append(time.monotonic() - began)
+    late, stopped = outlasting(queue, timeout=2.0)
 
     with working(queue, slots=4):
         held = work.enqueue(1_000)

@@ -14,6 +14,7 @@ import pytest
 from dbqueue import DBQueue, current_job, events
 from dbqueue.errors import DatabaseBusy
 from dbqueue.runtime import stopping
+from dbqueue.targets import Target
 from tests.runtimes.jobs import Gate, Jobs, notes, open_gate
 from tests.runtimes.lab import Process, Told, in_thread, record, wait_state
 from tests.servers import Server
@@ -97,12 +98,8 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "HAND_BACK_PATIENCE", 0.4)
 
 
-# -- in a thread, where the database can be made to fail at the right moment -------------------------------------------
-
-
-@pytest.mark.req("D19")
-def test_a_job_that_finishes_in_spite_of_its_flag_has_succeeded(queue: DBQueue) -> None:
-    """It never looked, so nothing stopped it half-way."""
+def deaf_job(queue: DBQueue) -> tuple[Target[None], threading.Event, threading.Event]:
+    """A job that does not look at its flag: set when it has begun, and what it waits for."""
     started, go = threading.Event(), threading.Event()
 
     @queue.job(max_attempts=1, timeout=20)
@@ -110,6 +107,16 @@ def test_a_job_that_finishes_in_spite_of_its_flag_has_succeeded(queue: DBQueue) 
         started.set()
         go.wait(10)
 
+    return deaf, started, go
+
+
+# -- in a thread, where the database can be made to fail at the right moment -------------------------------------------
+
+
+@pytest.mark.req("D19")
+def test_a_job_that_finishes_in_spite_of_its_flag_has_succeeded(queue: DBQueue) -> None:
+    """It never looked, so nothing stopped it half-way."""
+    deaf, started, go = deaf_job(queue)
     ref = deaf.enqueue()
     with in_thread(queue, slots=1, shutdown=0.0) as running:
         assert started.wait(5)
@@ -123,13 +130,7 @@ def test_a_job_that_finishes_in_spite_of_its_flag_has_succeeded(queue: DBQueue) 
 @pytest.mark.req("D19")
 @pytest.mark.usefixtures("quick_end")
 def test_at_the_deadline_a_job_that_ignores_its_flag_is_handed_back_too(queue: DBQueue) -> None:
-    started, go = threading.Event(), threading.Event()
-
-    @queue.job(max_attempts=1, timeout=20)
-    def deaf() -> None:
-        started.set()
-        go.wait(10)
-
+    deaf, started, go = deaf_job(queue)
     ref = deaf.enqueue()
     with in_thread(queue, slots=1, shutdown=0.1) as running:
         assert started.wait(5)
