@@ -57,13 +57,15 @@ class RunningWorker:
     def stop(self) -> None:
         self.worker.stop()
 
-    def cut(self) -> None:
-        """The loop loses its connections before its next step."""
+    def cut(self, until: Callable[[], object] | None = None) -> None:
+        """The loop loses its connections before its next step, and does not go on before `until` has returned."""
         step = self.worker.step
 
         def lose() -> float:
             self.worker.step = step  # type: ignore[method-assign]
             self.worker.connection.lost(ConnectionLost("cut"))
+            if until is not None:
+                until()
             return step()
 
         self.worker.step = lose  # type: ignore[method-assign]

@@ -269,10 +269,13 @@ def test_a_failover_to_a_standby(make_server: Callable[..., Server], told: Told)
     told_once(told)
 
 
+CROWD = 12
+
+
 @pytest.fixture
 def crowded(make_server: Callable[..., Server]) -> tuple[Server, str]:
     """A server for few, and a database with tables on it."""
-    server = make_server(18, max_connections="12", superuser_reserved_connections="0", reserved_connections="0")
+    server = make_server(18, max_connections=str(CROWD), superuser_reserved_connections="0", reserved_connections="0")
     name = server.create_database()
     queue = DBQueue(server.dsn(name))
     queue.migrate()
@@ -280,13 +283,18 @@ def crowded(make_server: Callable[..., Server]) -> tuple[Server, str]:
     return server, name
 
 
-def _crowd(url: str, stack: ExitStack) -> None:
-    """Takes every connection that is left."""
-    while True:
+def _crowd(url: str, stack: ExitStack, connections: int) -> None:
+    """Takes so many connections; those that were closed just now may still count at the server."""
+
+    def taken() -> bool:
         try:
             stack.enter_context(psycopg.connect(url))
         except psycopg.OperationalError:
-            return
+            return False
+        return True
+
+    for _ in range(connections):
+        wait_for(taken)
 
 
 @pytest.mark.req("D12", "D13")
@@ -298,9 +306,8 @@ def test_no_connection_is_left(crowded: tuple[Server, str], told: Told) -> None:
     with ExitStack() as crowd, working(queue, slots=2) as running:
         held = work.enqueue(1_000)
         told.wait(events.JobStarted)
-        _crowd(server.dsn(name), crowd)
-        running.cut()
-        _crowd(server.dsn(name), crowd)
+        queue.database._connections().dispose()
+        running.cut(until=lambda: _crowd(server.dsn(name), crowd, CROWD))
         told.wait(events.DatabaseTrouble)
         wait_for(lambda: running.worker.connection._tries >= 4, message="it does not try again")
         with pytest.raises(ConnectionLost, match="too many connections"):
@@ -324,7 +331,7 @@ def test_a_worker_that_finds_no_connection_at_its_start_says_so(
 ) -> None:
     server, name = crowded
     with ExitStack() as crowd:
-        _crowd(server.dsn(name), crowd)
+        _crowd(server.dsn(name), crowd, CROWD)
         worker = Process(server.dsn(name), tmp_path, "-c", 1)
         assert worker.ended() not in (0, 75)
     assert "too many connections" in worker.log, worker.log
