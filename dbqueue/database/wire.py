@@ -83,6 +83,12 @@ class Wire:
                 expected.append(None)
             wire.pipeline_sync()
             results = self._receive(expected)
+        except BaseException as error:
+            if not isinstance(
+                error, Exception
+            ):  # interrupted: the rest of the answer would be taken for the next one's
+                wire.finish()
+            raise
         finally:
             if wire.status == 0:
                 wire.exit_pipeline_mode()

@@ -674,6 +674,37 @@ def test_a_worker_ends_although_a_table_is_locked(jobs: Jobs, database_url: str,
     assert record(jobs.queue, job).state == "running", "left to its lease"
 
 
+@pytest.mark.req("D5")
+@pytest.mark.databases("postgres")
+@pytest.mark.parametrize("way", ["cursor", "wire"])
+def test_a_statement_that_is_interrupted(queue: DBQueue, database_url: str, way: str) -> None:
+    """Ctrl-C while it waits for an answer: nobody takes it for a lost connection, and no later statement gets this one's answer."""
+    work = Work(queue)
+    work.target.enqueue(Number(0))
+
+    def wait_for_the_lock() -> None:
+        if way == "cursor":
+            work.target.enqueue(Number(1))
+        else:
+            with queue.database.session() as session:
+                session.planned(("SELECT count(*) FROM dbqueue_jobs", {}))  # type: ignore[attr-defined]
+
+    with psycopg.connect(database_url) as other, psycopg.connect(database_url, autocommit=True) as watch:
+        other.execute("LOCK TABLE dbqueue_jobs IN ACCESS EXCLUSIVE MODE")
+
+        def interrupt() -> None:
+            waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+            wait_for(lambda: watch.execute(waiting).fetchone())
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_the_lock()
+        thread.join()
+    assert queue.get_job(work.target.enqueue(Number(2)).id) is not None
+
+
 @pytest.mark.req("D5", "D8")
 @pytest.mark.databases("postgres")
 def test_an_enqueue_that_waits_for_its_own_thread_is_told_so(queue: DBQueue, database_url: str) -> None:
