@@ -170,6 +170,12 @@ def claim_turn(
     return Turn(lease=lease, claim=ClaimRequest(queues, limit, worker, token or ids.new_token(), lease))
 
 
+def joined_to(database: Database, connection: Any) -> OwnSession:
+    """A session in the transaction of a connection that does not commit by itself; it is begun here."""
+    connection.execute("SELECT 1")
+    return database.dialect.session(connection)
+
+
 def run_together(calls: Sequence[Callable[[], object]]) -> None:
     """Each call in a thread of its own, all from one instant on; the first error of any is raised."""
     start, errors = threading.Barrier(len(calls)), []

@@ -37,15 +37,7 @@ class Statement:
 
 
 class Wire:
-    """One connection's; ``of`` gives the same one for the same connection, since what it has prepared lives as long as that."""
-
-    @classmethod
-    def of(cls, connection: Any) -> Wire:
-        wire: Wire | None = getattr(connection, "_dbqueue_wire", None)
-        if wire is None:
-            # On our own connection, and not in a weak dictionary: the transformer refers back to the connection.
-            wire = connection._dbqueue_wire = cls(connection)
-        return wire
+    """One connection's. What it has prepared lives as long as the connection."""
 
     def __init__(self, connection: Any) -> None:
         from psycopg import adapt, errors, pq
@@ -141,9 +133,11 @@ class Wire:
 
 
 def literal(value: Any) -> bytes | None:
-    """PostgreSQL's text form of what our statements take: numbers, texts, flags and lists of them."""
+    """PostgreSQL's text form of what our statements take: numbers, texts, bytes, flags and lists of them."""
     if value is None:
         return None
+    if isinstance(value, bytes):
+        return b"\\x" + value.hex().encode()
     if isinstance(value, bool):
         return b"t" if value else b"f"
     if isinstance(value, int):

@@ -14,7 +14,7 @@ from dbqueue.database.engine import Database
 from dbqueue.database.tables import Fact, Turn
 from dbqueue.ids import as_uuid
 from dbqueue.states import KEY_HOLDERS, State
-from tests.factory import Job, claim_turn, make, new_job, rows, run_together
+from tests.factory import Job, claim_turn, joined_to, make, new_job, rows, run_together
 from tests.waiting import wait_for
 
 CALLERS = 50
@@ -145,7 +145,7 @@ def test_two_bulks_that_meet_half_way_do_not_deadlock(db: Database) -> None:
             db.dialect.enqueue_many(session, [new_job(key=key) for key in order])
 
     with psycopg.connect(db.url.render_as_string(hide_password=False)) as other:
-        db.dialect.enqueue(db.dialect.session(other), new_job(key="m"))
+        db.dialect.enqueue(joined_to(db, other), new_job(key="m"))
         bulks = threading.Thread(target=run_together, args=([lambda: enqueue("amz"), lambda: enqueue("zma")],))
         bulks.start()
         _wait_for_a_waiter(db, 2)
@@ -187,7 +187,7 @@ def test_a_retry_while_another_transaction_takes_the_key(db: Database, state: St
             outcome.append(None)
 
     with psycopg.connect(db.url.render_as_string(hide_password=False)) as other:
-        db.dialect.enqueue(db.dialect.session(other), taker)
+        db.dialect.enqueue(joined_to(db, other), taker)
         thread = threading.Thread(target=retry)
         thread.start()
         _wait_for_a_waiter(db)
@@ -213,7 +213,7 @@ def test_a_key_is_waited_for_while_its_holder_is_not_committed(db: Database) -> 
             answers.append((answer.id, answer.duplicate))
 
         with psycopg.connect(db.url.render_as_string(hide_password=False)) as other:
-            db.dialect.enqueue(db.dialect.session(other), first)
+            db.dialect.enqueue(joined_to(db, other), first)
             thread = threading.Thread(target=enqueue)
             thread.start()
             _wait_for_a_waiter(db)

@@ -24,7 +24,7 @@ from dbqueue.database.tables import Fact, Turn
 from dbqueue.errors import DatabaseBusy
 from dbqueue.ids import new_token
 from dbqueue.states import Kind, State
-from tests.factory import LEASE, Job, claim_turn, make, now, rows, run_together, set_columns
+from tests.factory import LEASE, Job, claim_turn, joined_to, make, now, rows, run_together, set_columns
 from tests.waiting import wait_for
 
 PATIENCE = 2.0
@@ -169,7 +169,7 @@ def test_a_deletion_under_the_lock(db: Database, session: OwnSession, way: str, 
     job = make(db, State.RUNNING)
     with row_lock(db, job) as holder:
         if cancelled:
-            assert db.dialect.cancel(db.dialect.session(holder), job.id).moved
+            assert db.dialect.cancel(joined_to(db, holder), job.id).moved
         else:
             holder.execute("DELETE FROM dbqueue_jobs WHERE id = %s", (job.id.hex(),))
         assert ask(way, db, session, [job]) == [Fact.BUSY]

@@ -19,7 +19,7 @@ from dbqueue.database.engine import Database
 from dbqueue.database.tables import Fact, Held, Turn
 from dbqueue.ids import as_uuid
 from dbqueue.states import Kind, State
-from tests.factory import LEASE, claim_turn, make, new_job, rows
+from tests.factory import LEASE, claim_turn, joined_to, make, new_job, rows
 from tests.proxy import Proxy
 from tests.waiting import wait_for
 
@@ -141,7 +141,7 @@ def test_enqueue_that_commits_after_its_connection_ended(
         return int(direct.read(lambda session: session.execute(question))[0][0])
 
     with psycopg.connect(direct.url.render_as_string(hide_password=False)) as other:
-        direct.dialect.enqueue(direct.dialect.session(other), new_job(key="k", target="tests.one"))
+        direct.dialect.enqueue(joined_to(direct, other), new_job(key="k", target="tests.one"))
         thread = threading.Thread(target=enqueue)
         thread.start()
         wait_for(lambda: waiting() == 1)

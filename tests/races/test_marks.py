@@ -19,7 +19,7 @@ from dbqueue.database.marks import Marks
 from dbqueue.database.postgres import PostgresSession
 from dbqueue.database.tables import ClaimedRow
 from dbqueue.states import State
-from tests.factory import LEASE, claim_turn, make, new_job, now, rows
+from tests.factory import LEASE, claim_turn, joined_to, make, new_job, now, rows
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.databases("postgres", "postgres15")
@@ -63,7 +63,7 @@ def late_transaction(db: Database, **columns: object) -> Iterator[tuple[bytes, p
     """A caller's transaction with one job in it, that takes its time to commit."""
     with psycopg.connect(db.url.render_as_string(hide_password=False)) as connection:
         job = new_job(**columns)
-        db.dialect.enqueue(db.dialect.session(connection), job)
+        db.dialect.enqueue(joined_to(db, connection), job)
         yield job.id, connection
 
 
