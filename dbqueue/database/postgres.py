@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
@@ -76,7 +76,7 @@ from dbqueue.database.tables import (
     Turn,
     TurnResult,
 )
-from dbqueue.database.wire import Wire, array
+from dbqueue.database.wire import Flight, Wire, array
 from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, DatabaseError, KeyTaken, QueueError, SchemaMissing
 from dbqueue.ids import as_bytes
 from dbqueue.states import State, allowed
@@ -172,11 +172,30 @@ class PostgresSession:
 
     def planned(self, *steps: tuple[str, Mapping[str, Any]]) -> list[tuple[int, list[Row]]]:
         """Statements of the worker as one pipelined transaction of their own, with the plans that they are meant to have."""
+        return self.land(self.launch(*steps))
+
+    def launch(self, *steps: tuple[str, Mapping[str, Any]]) -> tuple[Flight, slice]:
+        """The first half of ``planned``, which does not wait for the answer; with it, where the answer lies among all."""
         first = [] if self._plans_are_set() else [(PLANNING, NOTHING)]
+        last = []
         if self.guarded:
-            answers = self._run([(BEGIN, NOTHING), *first, *steps, ("COMMIT", NOTHING)])
-            return answers[1 + len(first) : -1]
-        return self._run([*first, *steps])[len(first) :]
+            first, last = [(BEGIN, NOTHING), *first], [("COMMIT", NOTHING)]
+        self.asked_at = time.monotonic()
+        try:
+            return self._wire.launch([*first, *steps, *last]), slice(len(first), len(first) + len(steps))
+        except BaseException:
+            self.asked_at = math.inf
+            raise
+
+    def has_landed(self, flying: tuple[Flight, slice]) -> bool:
+        return self._wire.has_landed(flying[0])
+
+    def land(self, flying: tuple[Flight, slice]) -> list[tuple[int, list[Row]]]:
+        """The second half of ``planned``: waits for the answer."""
+        try:
+            return self._wire.land(flying[0])[flying[1]]
+        finally:
+            self.asked_at = math.inf
 
     def _run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
         self.asked_at = time.monotonic()
@@ -197,6 +216,21 @@ class PostgresSession:
 
     def close(self) -> None:
         self.connection.close()
+
+
+@dataclass(frozen=True)
+class TurnInFlight:
+    """A turn that was sent and not answered yet."""
+
+    session: PostgresSession
+    turn: Turn
+    steps: Sequence[tuple[str, str, Mapping[str, Any]]]
+    began: float
+    sent: tuple[Flight, slice]
+
+    def has_landed(self) -> bool:
+        """Takes what has come of the answer, and never waits."""
+        return self.session.has_landed(self.sent)
 
 
 class Postgres:
@@ -404,11 +438,22 @@ class Postgres:
     def turn(self, session: OwnSession, turn: Turn) -> TurnResult:
         """Settle, renew, claim as one pipelined round trip: its implicit transaction commits at the one Sync, so there is
         no BEGIN and no COMMIT to send. The claim stays last: nothing but the commit follows the locks that it takes."""
+        return self.land(self.launch(session, turn))
+
+    def launch(self, session: OwnSession, turn: Turn) -> TurnInFlight:
+        """The first half of ``turn``: sends it, and does not wait. Nothing else may use the session until it has landed."""
         assert isinstance(session, PostgresSession)
-        result, steps = TurnResult(), self._steps(session, turn)
+        steps = self._steps(session, turn)
         began = time.monotonic()
-        answers = session.planned(*((statement, params) for _, statement, params in steps))
-        for (what, _, _), (count, rows) in zip(steps, answers, strict=True):
+        return TurnInFlight(
+            session, turn, steps, began, session.launch(*((statement, params) for _, statement, params in steps))
+        )
+
+    def land(self, flying: TurnInFlight) -> TurnResult:
+        """The second half of ``turn``: waits for the answer, and asks what it leaves open."""
+        session, turn, steps, began = flying.session, flying.turn, flying.steps, flying.began
+        result = TurnResult()
+        for (what, _, _), (count, rows) in zip(steps, session.land(flying.sent), strict=True):
             if what == "fast":
                 if count == len(turn.settlements):
                     result.settled = [Fact.DONE] * count

@@ -12,6 +12,7 @@ import re
 import select
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from typing import Any
@@ -36,6 +37,18 @@ class Statement:
         return Statement(text)
 
 
+@dataclass(slots=True)
+class Flight:
+    """Statements that were sent, and what has come of their answer."""
+
+    steps: Sequence[tuple[str, Mapping[str, Any]]]
+    pending: deque[str | None]
+    """For each answer that is still to come the text that it prepares, or None for rows; the Sync's is the last."""
+    blocking: int
+    results: list[Any] = field(default_factory=list)
+    failed: Any = None
+
+
 class Wire:
     """One connection's. What it has prepared lives as long as the connection."""
 
@@ -51,22 +64,18 @@ class Wire:
     def run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
         """Runs the statements as one implicit transaction, committed by the Sync that ends them; returns row count and rows of each.
         Raises the driver's error; then nothing of it was committed, unless the connection itself was lost."""
-        try:
-            return self._run(steps)
-        except self._errors.InvalidSqlStatementName:
-            # After a ROLLBACK psycopg deallocates all that is prepared on its connection, ours too.
-            self._prepared.clear()
-            return self._run(steps)
+        return self.land(self.launch(steps))
 
-    def _run(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[int, list[Row]]]:
+    def launch(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> Flight:
+        """The first half of ``run``: sends without waiting. Until it has landed, nothing else may use the connection."""
         wire, named = self._wire, self._connection.prepare_threshold is not None
         # All values first: one that cannot be sent must not leave half a pipeline behind.
         statements = [(text, Statement.of(text)) for text, _ in steps]
         values = [[literal(params[n]) for n in s.names] for (_, s), (_, params) in zip(statements, steps, strict=True)]
         blocking, wire.nonblocking = wire.nonblocking, 1
         wire.enter_pipeline_mode()
+        expected: list[str | None] = []
         try:
-            expected: list[str | None] = []
             for (text, statement), row in zip(statements, values, strict=True):
                 if named:
                     wire.send_query_prepared(self._prepare(text, statement, expected), row, None, 1)
@@ -74,7 +83,42 @@ class Wire:
                     wire.send_query_params(statement.text, row, None, None, 1)
                 expected.append(None)
             wire.pipeline_sync()
-            results = self._receive(expected)
+            wire.flush()
+        except BaseException:
+            wire.finish()  # half a pipeline is of no use to anybody
+            raise
+        return Flight(steps, deque([*expected, "Sync"]), blocking)
+
+    def has_landed(self, flight: Flight) -> bool:
+        """Takes what has come of the answer, and never waits. False: there is more to come."""
+        self._wire.flush()
+        self._wire.consume_input()
+        return self._collect(flight)
+
+    def land(self, flight: Flight) -> list[tuple[int, list[Row]]]:
+        """The second half of ``run``: waits for the answer."""
+        try:
+            results = self._land(flight)
+        except self._errors.InvalidSqlStatementName:
+            # After a ROLLBACK psycopg deallocates all that is prepared on its connection, ours too.
+            self._prepared.clear()
+            results = self._land(self.launch(flight.steps))
+        return [self._read(result) for result in results]
+
+    def _land(self, flight: Flight) -> list[Any]:
+        """Waits on the socket, never inside libpq: its own wait holds the interpreter's lock."""
+        wire = self._wire
+        try:
+            if not self._collect(flight):
+                poll = select.poll()
+                poll.register(wire.socket, select.POLLIN | select.POLLOUT)
+                while wire.flush():
+                    poll.poll()
+                    wire.consume_input()
+                poll.modify(wire.socket, select.POLLIN)
+                while not self._collect(flight):
+                    poll.poll()
+                    wire.consume_input()
         except BaseException as error:
             if not isinstance(
                 error, Exception
@@ -84,8 +128,27 @@ class Wire:
         finally:
             if wire.status == 0:
                 wire.exit_pipeline_mode()
-                wire.nonblocking = blocking
-        return [self._read(result) for result in results]
+                wire.nonblocking = flight.blocking
+        if flight.failed is not None:
+            raise self._errors.error_from_result(flight.failed)
+        return flight.results
+
+    def _collect(self, flight: Flight) -> bool:
+        wire, pending = self._wire, flight.pending
+        while pending:
+            if wire.is_busy():
+                return False
+            result = wire.get_result()
+            if result is None:  # the end of one statement's results
+                continue
+            preparing = pending.popleft()
+            if result.status in (self._status.FATAL_ERROR, self._status.PIPELINE_ABORTED):
+                flight.failed = flight.failed or result
+                if preparing is not None:
+                    self._prepared.pop(preparing, None)
+            elif preparing is None:
+                flight.results.append(result)
+        return True
 
     def _prepare(self, text: str, statement: Statement, expected: list[str | None]) -> bytes:
         name = self._prepared.get(text)
@@ -94,35 +157,6 @@ class Wire:
             self._wire.send_prepare(name, statement.text)
             expected.append(text)
         return name
-
-    def _receive(self, expected: Sequence[str | None]) -> list[Any]:
-        """Waits on the socket, never inside libpq: its own wait holds the interpreter's lock. ``expected`` has the text of what is
-        being prepared, or None for a result."""
-        wire, results, failed = self._wire, [], None
-        poll = select.poll()
-        poll.register(wire.socket, select.POLLIN | select.POLLOUT)
-        while wire.flush():
-            poll.poll()
-            wire.consume_input()
-        poll.modify(wire.socket, select.POLLIN)
-        pending = deque([*expected, "Sync"])
-        while pending:
-            while wire.is_busy():
-                poll.poll()
-                wire.consume_input()
-            result = wire.get_result()
-            if result is None:  # the end of one statement's results
-                continue
-            preparing = pending.popleft()
-            if result.status in (self._status.FATAL_ERROR, self._status.PIPELINE_ABORTED):
-                failed = failed or result
-                if preparing is not None:
-                    self._prepared.pop(preparing, None)
-            elif preparing is None:
-                results.append(result)
-        if failed is not None:
-            raise self._errors.error_from_result(failed)
-        return results
 
     def _read(self, result: Any) -> tuple[int, list[Row]]:
         count = result.command_tuples or 0

@@ -186,13 +186,13 @@ def test_a_claim_that_got_all_it_asked_for_is_not_followed_by_another(
     enqueue(db, 300)
     db.clock.advance(1)
     asked: list[int] = []
-    planned = session.planned
+    launch = session.launch
 
     def count(*steps: object) -> object:
         asked.append(len(steps))
-        return planned(*steps)  # type: ignore[arg-type]
+        return launch(*steps)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session, "planned", count)
+    monkeypatch.setattr(session, "launch", count)
     assert len(claim(db, session, 100)) == 96
     assert asked == [1]
     assert len(claim(db, session, 100)) == 96
