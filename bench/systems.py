@@ -369,18 +369,18 @@ class HueyRedis(HueySqlite):
 class CeleryOn(System):
     """`celery worker` without results and events; the variant is the pool."""
 
-    variants = ("prefork2", "solo")
-    prefetch = 4
+    variants = ("prefork2x4", "prefork2x8", "solo")
+    """The pool, its children, and the prefetch multiplier."""
 
     def __init__(self, name: str, database: str, url: str) -> None:
         self.name, self.database, self._url = name, database, url  # type: ignore[misc]
 
-    def app(self) -> tuple[Any, Any]:
+    def app(self, prefetch: int = 4) -> tuple[Any, Any]:
         from celery import Celery
 
         app = Celery("bench", broker=self._url.format(**os.environ))
         app.conf.update(
-            task_ignore_result=True, worker_prefetch_multiplier=self.prefetch, worker_hijack_root_logger=False,
+            task_ignore_result=True, worker_prefetch_multiplier=prefetch, worker_hijack_root_logger=False,
             task_default_queue="bench", broker_connection_retry_on_startup=True,
         )  # fmt: skip
         counter: list[Tally] = []
@@ -413,8 +413,9 @@ class CeleryOn(System):
         return lambda sent: noop.delay(PAYLOAD, sent)
 
     def work(self, variant: str, slot: int) -> None:
-        app, _ = self.app()
-        pool = ["-P", "solo"] if variant == "solo" else ["-P", "prefork", "-c", variant.removeprefix("prefork")]
+        children, _, prefetch = variant.removeprefix("prefork").partition("x")
+        app, _ = self.app(int(prefetch or 8))
+        pool = ["-P", "solo"] if variant == "solo" else ["-P", "prefork", "-c", children]
         app.worker_main(["worker", "-l", "ERROR", "--without-gossip", "--without-mingle", "--without-heartbeat", *pool])
 
 
@@ -441,6 +442,8 @@ SYSTEMS: dict[str, System] = {
         Dbqueue(), DbqueueSqlite(), Floor(), PgQueuer(), Procrastinate(), HueySqlite(), HueyRedis(),
         CeleryOn("celery-redis", "redis", "{BENCH_REDIS}"),
         CeleryOn("celery-rabbitmq", "rabbitmq", "{BENCH_AMQP}"),
+        CeleryOn("celery-dbqueue", "postgresql", "dbqueue+{BENCH_PG}"),
+        CeleryOn("celery-dbqueue-sqlite", "sqlite", "dbqueue+sqlite:///{BENCH_DIR}/celery.db"),
     )
 }  # fmt: skip
 

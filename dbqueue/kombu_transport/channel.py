@@ -50,6 +50,8 @@ class Channel(Publisher):
         self.feeds_celery = False
         """What it delivered went to a Celery worker, which knows what it has begun."""
         self._by_tag: dict[str, Consumer] = {}
+        self._queues: tuple[str, ...] = ()
+        self.brief = False
         self._inbox: deque[tuple[str, Delivery | Item]] = deque()
         self._inbox_lock = threading.Lock()
 
@@ -65,6 +67,7 @@ class Channel(Publisher):
             joins=False,
         )
         self._by_tag[consumer_tag] = self._consumer(consumer_tag, queue, bool(no_ack), callback)
+        self._note_queues()
         self._learn_revoked()
         self._consumers.add(consumer_tag)
         station.attach(self)
@@ -90,6 +93,7 @@ class Channel(Publisher):
 
     def basic_cancel(self, consumer_tag: str) -> None:
         consumer = self._by_tag.pop(consumer_tag, None)
+        self._note_queues()
         self._consumers.discard(consumer_tag)
         if consumer is None:
             return
@@ -167,7 +171,11 @@ class Channel(Publisher):
         return max(0, self.window - held)
 
     def queues(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(consumer.queue for consumer in list(self._by_tag.values())))
+        return self._queues
+
+    def _note_queues(self) -> None:
+        self._queues = tuple(dict.fromkeys(consumer.queue for consumer in self._by_tag.values()))
+        self.brief = all(consumer.brief for consumer in self._by_tag.values())
 
     def wants_letters(self) -> bool:
         transport = self.connection

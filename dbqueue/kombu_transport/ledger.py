@@ -109,12 +109,13 @@ class Ledger:
         with self._lock:
             return [delivery for delivery in self._open.values() if delivery.renew_at <= now and not delivery.lost]
 
-    def next_at(self) -> float:
-        """When something is to be done about one of them."""
+    def next_renewal(self) -> float:
         with self._lock:
-            renewals = (delivery.renew_at for delivery in self._open.values() if not delivery.lost)
-            settles = (delivery.settle_at for delivery in self._settling.values())
-            return min(min(renewals, default=float("inf")), min(settles, default=float("inf")))
+            return min((d.renew_at for d in self._open.values() if not d.lost), default=float("inf"))
+
+    def next_settle(self) -> float:
+        with self._lock:
+            return min((delivery.settle_at for delivery in self._settling.values()), default=float("inf"))
 
     def settled(self, deliveries: Sequence[Delivery], facts: Sequence[Fact]) -> None:
         now = time.monotonic()

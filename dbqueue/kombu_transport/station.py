@@ -26,16 +26,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from dbqueue import ids, routing
 from dbqueue.database import joined
 from dbqueue.database.alive import Alive
-from dbqueue.database.dialect import Session
+from dbqueue.database.dialect import OwnSession, Session
 from dbqueue.database.engine import Database
-from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn
+from dbqueue.database.postgres import Postgres
+from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn, TurnResult
 from dbqueue.errors import ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
+from dbqueue.kombu_transport.express import GUARD, Express
 from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.kombu_transport.ledger import Delivery, Ledger
 from dbqueue.kombu_transport.message import rank_of
@@ -44,6 +47,7 @@ from dbqueue.mail import Binding, Item, Mail, bells
 from dbqueue.queue import open_database
 from dbqueue.routing import Route
 from dbqueue.runtime.connection import CLAIM_ANYWAY, SWEEP_PAUSE, Connection
+from dbqueue.runtime.running import NEVER
 from dbqueue.runtime.upkeep import Upkeep
 from dbqueue.runtime.wake import Wake
 
@@ -68,6 +72,8 @@ class Inbox(Protocol):
     key: int
     window: int
     """How many messages it may have in its hands; 0: any number."""
+    brief: bool
+    """It consumes queues of short-lived messages only."""
 
     def wanted(self) -> int:
         """How many messages may be claimed for it now."""
@@ -83,6 +89,18 @@ class Inbox(Protocol):
     def put(self, deliveries: list[Delivery]) -> None: ...
     def put_letters(self, queue: str, letters: list[Item]) -> None: ...
     def trouble(self, error: ConnectionLost | None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one turn asks for, and of whom."""
+
+    turn: Turn
+    settling: list[Delivery]
+    renewing: list[Delivery]
+    channel: Inbox | None
+    """For which the turn claims."""
+    at: float
 
 
 class Station:
@@ -113,6 +131,7 @@ class Station:
         self._turns = 0
         self._backlog: dict[int, bool] = {}
         self._claim_at: dict[int, float] = {}
+        self._asked_at: dict[int, float] = {}
         self._mail_at = 0.0
         self._changed = True
         self._housekeeping = Housekeeping(self.database, self.mail, self.name)
@@ -121,6 +140,14 @@ class Station:
         self._told = False
         self._complaint = ""
         self._settled = threading.Condition()
+        self.at_work = threading.Lock()
+        """Who holds it may use the session."""
+        self._express: Express | None = None
+        self._ended: Express | None = None
+        """One that drives no more, and may have left a turn in the air."""
+        self._sleeps_until = NEVER
+        self._dry: set[int] = set()
+        """Channels for which the event loop found nothing."""
 
     # -- for kombu's threads -----------------------------------------------------------------------------------------
 
@@ -209,6 +236,8 @@ class Station:
             self._channels.pop(inbox.key, None)
             self._backlog.pop(inbox.key, None)
             self._claim_at.pop(inbox.key, None)
+            self._asked_at.pop(inbox.key, None)
+            self._dry.discard(inbox.key)
         self._changed = True
         self.wake()
 
@@ -223,7 +252,28 @@ class Station:
         """There is something to do: settle, claim for a window that opened, go away."""
         if self._thread is None:
             self._start()
+        express, now = self._express, time.monotonic()
+        if express is not None and express.drives(now):
+            if not express.here:
+                express.ring()
+            if self._sleeps_until < now + 2 * GUARD:
+                return  # and looks then whether the loop has done it
         self._wake.ring()
+
+    def ring(self) -> None:
+        self._wake.ring()
+
+    def drive(self, loop: Any, ring: Callable[[], None], on_readable: Callable[[], None]) -> Express | None:
+        """An event loop settles and claims itself while it turns. None: not here, or another one does already."""
+        if self._express is not None or not isinstance(self.dialect, Postgres):
+            return None
+        self._express = Express(self, self.dialect, loop, ring, on_readable)
+        return self._express
+
+    def stop_driving(self, express: Express) -> None:
+        if self._express is express:
+            self._ended, self._express = express, None
+            self._wake.ring()
 
     def _start(self) -> None:
         with self._lock:
@@ -235,6 +285,8 @@ class Station:
     def flush(self, patience: float) -> bool:
         """Waits until everything that was acked or given back is written; False: not within ``patience`` seconds."""
         until = time.monotonic() + patience
+        if self._express is not None:
+            self._express.stand_back()
         with self._settled:
             while self.ledger.settling and (left := until - time.monotonic()) > 0:
                 self.wake()
@@ -250,7 +302,8 @@ class Station:
         except Exception:
             log.exception("dbqueue's thread for %s ended", self.database.label)
         finally:
-            self._connection.close()
+            with self.at_work:
+                self._connection.close()
             with self._lock:
                 self._thread = None
                 if self._closed:
@@ -280,18 +333,28 @@ class Station:
 
     def _step(self) -> float:
         """Everything that is due now; returns the seconds until something else is."""
+        with self.at_work:
+            more = self._do_what_is_due()
+        express = self._express
+        if express is not None:
+            express.let_go()
+        return 0.0 if more else self._pause()
+
+    def _do_what_is_due(self) -> bool:
         now = time.monotonic()
-        if now < self._not_before:
-            return self._not_before - now
         try:
+            self._land()
+            if now < self._not_before:
+                return False
             if self._connection.ready(self.ledger.known):
                 self._listen()
+                while self._dry:
+                    self._nothing(self._dry.pop(), now)
                 more = self._turn()
                 self._read_mail()  # after the tasks: who publishes one and asks for it at once is to see it
                 self._house()
                 self._told, self._complaint = False, ""
-                if more:
-                    return 0.0
+                return more
             elif self.ledger.overdue(now):
                 self._tell(ConnectionLost("the database could not be reached for longer than a lease"))
         except ConnectionLost as error:
@@ -307,7 +370,14 @@ class Station:
         except Exception:
             self._not_before = time.monotonic() + 1.0
             log.exception("dbqueue's transport failed")
-        return self._pause()
+        return False
+
+    def _land(self) -> None:
+        """What the event loop sent and has not taken yet."""
+        ended, self._ended = self._ended, None
+        for express in (ended, self._express):
+            if express is not None:
+                express.land()
 
     def _tell(self, error: ConnectionLost) -> None:
         if not self._told:
@@ -342,37 +412,72 @@ class Station:
 
     def _turn(self) -> bool:
         """Settle, renew, claim for one channel. Returns whether there is more to do at once."""
-        self._gather()
         now = time.monotonic()
+        if self._express is not None and self._express.drives(now) and not self._careful:
+            if renewing := self.ledger.to_renew(now):
+                self._exchange(self._request([], renewing, None, None, now))
+            return False
+        self._gather()
         settling, renewing = self.ledger.to_settle(now), self.ledger.to_renew(now)
         if self._careful:
             self._one_by_one(settling, renewing)
             return False
         channel, claim, more = self._claim(now, bool(settling))
         if settling or renewing or claim is not None:
-            self._exchange(settling, renewing, channel, claim, now)
+            self._exchange(self._request(settling, renewing, channel, claim, now))
         return more
 
-    def _gather(self) -> None:
-        """While there is more to claim and a consumer has still half of its window to work on, a moment brings more acks into this
-        turn; a lone one is written at once."""
+    @property
+    def session(self) -> OwnSession | None:
+        return self._connection.session
+
+    def has_request(self) -> bool:
+        """A quick look, for the event loop."""
         ended = self.ledger.settling
-        if ended and all(
+        if ended:
+            return not self._can_wait(ended)
+        now = time.monotonic()
+        return any(self._may_claim(channel, now) for channel in self._inboxes())
+
+    def next_request(self, now: float) -> Request | None:
+        """What the event loop is to ask for, with ``at_work`` held."""
+        if self._careful or now < self._not_before:
+            return None
+        settling = self.ledger.to_settle(now)
+        channel, claim, _ = self._claim(now, bool(settling))
+        if not settling and claim is None:
+            return None
+        return self._request(settling, [], channel, claim, now)
+
+    def _request(
+        self, settling: list[Delivery], renewing: list[Delivery], channel: Inbox | None, claim: ClaimRequest | None, now: float
+    ) -> Request:  # fmt: skip
+        settlements = [delivery.settlement for delivery in settling if delivery.settlement is not None]
+        turn = Turn(settlements, [delivery.held for delivery in renewing], self.lease, claim)
+        return Request(turn, settling, renewing, channel, now)
+
+    def _gather(self) -> None:
+        """A moment brings more acks into this turn; a lone one is written at once."""
+        ended = self.ledger.settling
+        if ended and self._can_wait(ended):
+            time.sleep(GATHER)
+
+    def _can_wait(self, ended: int) -> bool:
+        """There is more to claim, and each consumer has still half of its window to work on."""
+        return all(
             self._backlog.get(channel.key) and ended < channel.window // 2
             for channel in self._inboxes()
             if channel.queues()
-        ):
-            time.sleep(GATHER)
+        )
+
+    def _may_claim(self, channel: Inbox, now: float) -> bool:
+        due = self._backlog.get(channel.key, True) or now >= self._claim_at.get(channel.key, 0.0)
+        return due and channel.wanted() > 0 and bool(channel.queues())
 
     def _claim(self, now: float, settling: bool) -> tuple[Inbox | None, ClaimRequest | None, bool]:
         """Channels take turns, and so do the queues of each."""
-        channels = self._inboxes()
         self._turns += 1
-        ready = []
-        for channel in channels:
-            due = self._backlog.get(channel.key, True) or now >= self._claim_at.get(channel.key, 0.0)
-            if due and channel.wanted() > 0 and channel.queues():
-                ready.append(channel)
+        ready = [channel for channel in self._inboxes() if self._may_claim(channel, now)]
         if not ready:
             return None, None, False
         channel = ready[self._turns % len(ready)]
@@ -384,28 +489,25 @@ class Station:
         if self.dialect.probes and not settling:
             with self.database.errors():
                 if not self.dialect.probe(session, queues):
-                    self._nothing(channel, now, whole=True)
+                    self._nothing(channel.key, now)
                     return None, None, len(ready) > 1
+        self._asked_at[channel.key] = now
         limit = min(channel.wanted(), MOST_CLAIMED)
         return channel, ClaimRequest(queues, limit, self.name, ids.new_token(), self.lease), len(ready) > 1
 
-    def _exchange(
-        self,
-        settling: list[Delivery],
-        renewing: list[Delivery],
-        channel: Inbox | None,
-        claim: ClaimRequest | None,
-        now: float,
-    ) -> None:
+    def _exchange(self, request: Request) -> None:
         session = self._connection.session
         assert session is not None
-        settlements = [delivery.settlement for delivery in settling if delivery.settlement is not None]
-        turn = Turn(settlements, [delivery.held for delivery in renewing], self.lease, claim)
         with self.database.errors():
-            result = self.dialect.turn(session, turn)
+            result = self.dialect.turn(session, request.turn)
+        self.answered(request, result)
+
+    def answered(self, request: Request, result: TurnResult) -> None:
+        """With ``at_work`` held: notes what the database agreed to, and hands over what it gave."""
+        now, settling, channel, claim = request.at, request.settling, request.channel, request.turn.claim
         self._connection.worked()
         self.ledger.settled(settling, result.settled)
-        self.ledger.renewed(renewing, result.renewed, now)
+        self.ledger.renewed(request.renewing, result.renewed, now)
         if settling and not self.ledger.settling:
             with self._settled:
                 self._settled.notify_all()
@@ -415,18 +517,22 @@ class Station:
         taken = [self._take(row, channel.key, now, result.now) for row in rows]
         if claim.filled_by(len(rows)):
             self._backlog[channel.key] = True
+        elif not result.whole:
+            self._backlog[channel.key], self._claim_at[channel.key] = False, now + SWEEP_PAUSE
+        elif self._express is not None and self._express.here:
+            # How to fall asleep is asked on the listening connection, which is the station's thread's alone.
+            self._backlog[channel.key], self._claim_at[channel.key] = False, NEVER
+            self._dry.add(channel.key)
+            self._wake.ring()
         else:
-            self._nothing(channel, now, whole=result.whole)
+            self._nothing(channel.key, now)
         if deliveries := [delivery for delivery in taken if delivery is not None]:
             channel.put(deliveries)
 
-    def _nothing(self, channel: Inbox, now: float, *, whole: bool) -> None:
-        self._backlog[channel.key] = False
-        if not whole:
-            self._claim_at[channel.key] = now + SWEEP_PAUSE
-            return
-        self._claim_at[channel.key] = self._connection.claim_again_at(now)
-        if self._claim_at[channel.key] <= now:
+    def _nothing(self, key: int, now: float) -> None:
+        self._backlog[key] = False
+        self._claim_at[key] = self._connection.claim_again_at(now)
+        if self._claim_at[key] <= now:
             self._upkeep.soon()
 
     def _take(self, row: ClaimedRow, owner: int, sent: float, now: int | None) -> Delivery | None:
@@ -447,14 +553,14 @@ class Station:
         """After a refusal: every row on its own, so that a single bad one cannot stop the others."""
         for delivery in settling:
             try:
-                self._exchange([delivery], [], None, None, time.monotonic())
+                self._exchange(self._request([delivery], [], None, None, time.monotonic()))
             except (ConnectionLost, DatabaseBusy):
                 raise
             except QueueError:
                 self.ledger.refused(delivery)
         for delivery in renewing:
             with contextlib.suppress(QueueError):
-                self._exchange([], [delivery], None, None, time.monotonic())
+                self._exchange(self._request([], [delivery], None, None, time.monotonic()))
         self._careful = False
 
     def _read_mail(self) -> None:
@@ -478,7 +584,9 @@ class Station:
         with self.database.errors():
             if self._upkeep.run(session):
                 for channel in self._inboxes():
-                    self._backlog[channel.key] = True
+                    # Somebody's queue has something. One that is for short-lived messages has, as a rule, none of it.
+                    if not channel.brief or now >= self._asked_at.get(channel.key, 0.0) + self._poll:
+                        self._backlog[channel.key] = True
         with self.database.errors():
             self._housekeeping.run(session, now)
 
@@ -488,7 +596,9 @@ class Station:
         now = time.monotonic()
         if self._connection.session is None:
             return max(0.0, min(self._connection.next_at - now, 1.0))
-        times = [self._connection.next_at, self.ledger.next_at()]
+        express = self._express
+        hold = now + GUARD if express is not None and express.drives(now) else now
+        times = [self._connection.next_at, self.ledger.next_renewal(), max(self.ledger.next_settle(), hold)]
         if not self._users and not len(self.ledger):
             times.append(now + LINGER / 4)
         if self._channels or len(self.ledger):
@@ -498,7 +608,7 @@ class Station:
                 times.append(self._mail_at)
             if channel.queues() and channel.wanted() > 0:
                 at = self._claim_at.get(channel.key, 0.0)
-                times.append(now if self._backlog.get(channel.key, True) else at)
+                times.append(max(hold, now if self._backlog.get(channel.key, True) else at))
         return max(0.0, min(times) - now, self._not_before - now)
 
     def _wait(self, seconds: float) -> None:
@@ -516,9 +626,13 @@ class Station:
             nonlocal heard
             heard = self._wake.wait(seconds, sleeper)
 
+        self._sleeps_until = time.monotonic() + seconds
         self._connection.attempt(wait)
+        self._sleeps_until = NEVER  # awake: it may have looked at everything already
         if heard:
             self._heard()
+            if self._express is not None:
+                self._express.ring()
 
     def _letters_wanted(self) -> bool:
         return any(channel.letters() and channel.wants_letters() for channel in self._inboxes())

@@ -1,7 +1,7 @@
 """What kombu's Connection and Celery's event loop hold.
 
-With an event loop (``register_with_event_loop``) one descriptor becomes readable when messages have arrived, and delivering them is
-all that happens there: no statement is ever sent on the loop's thread by the transport. Everybody else calls ``drain_events``.
+With an event loop (``register_with_event_loop``) one descriptor becomes readable when messages have arrived; on PostgreSQL the loop
+also settles and claims by itself (``express``), without waiting for an answer. Everybody else calls ``drain_events``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dbqueue import __version__
 from dbqueue.errors import ConnectionLost, DatabaseBusy
 from dbqueue.kombu_transport import options as configuration
 from dbqueue.kombu_transport.channel import Channel
+from dbqueue.kombu_transport.express import Express
 from dbqueue.kombu_transport.options import Options
 from dbqueue.kombu_transport.station import Station, enter, leave
 
@@ -58,6 +59,7 @@ class Transport(virtual.Transport):
         self._reader: socket.socket | None = None
         self._writer: socket.socket | None = None
         self._rung = False
+        self._express: Express | None = None
         _let_celery_mingle()
 
     # -- connecting --------------------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ class Transport(virtual.Transport):
             if self._station is not None:
                 self.close_connection(connection)
             return
-        self._station = self._loop = self._reader = self._writer = None
+        self._station = self._loop = self._reader = self._writer = self._express = None
         self.channels.clear()
 
     # -- what the station's thread tells -----------------------------------------------------------------------------
@@ -197,6 +199,9 @@ class Transport(virtual.Transport):
         self._rung = False
         self._loop = loop
         loop.add_reader(self._reader.fileno(), self._on_readable)
+        self._express = self.station.drive(loop, self._ring_from_anywhere, self._on_answer)
+        if self._express is not None:
+            loop.on_tick.add(self._express.tick)
         for channel in list(self.channels):
             self.station.news(channel.key)
         self.arrived()  # what came before there was a loop
@@ -208,6 +213,13 @@ class Transport(virtual.Transport):
         with self._news:
             loop, self._loop = self._loop, None
             reader, writer, self._reader, self._writer = self._reader, self._writer, None, None
+        express, self._express = self._express, None
+        if express is not None:
+            if loop is not None:
+                loop.on_tick.discard(express.tick)
+                express.leave_loop()
+            if self._station is not None:
+                self._station.stop_driving(express)
         if reader is None or writer is None:
             return
         if loop is not None:
@@ -221,6 +233,21 @@ class Transport(virtual.Transport):
             self._rung = True
             with contextlib.suppress(OSError):
                 self._writer.send(b"!")
+
+    def _ring_from_anywhere(self) -> None:
+        with self._news:
+            self._ring()
+
+    def _on_answer(self) -> None:
+        """A turn of the event loop's own has an answer, or a part of it."""
+        express = self._express
+        if express is not None:
+            self._rung = True  # what it brings is delivered right here
+            try:
+                express.take()
+            finally:
+                self._rung = False
+            self._deliver_all()
 
     def _on_readable(self) -> None:
         if self._reader is None:
