@@ -91,8 +91,7 @@ class Cron:
     """Five sets of numbers in a zone. ``parse`` makes it of text; whoever has the sets already, as Celery's ``crontab`` does,
     gives them here, in any order. ``both``: day of month *and* weekday must match. Raises InvalidSpec.
 
-    Two that are due at the same minutes of the same zone's wall clock are equal, however they were written, as far as their
-    fields are the same sets.
+    Specs whose fields name the same numbers are equal, however they were written.
     """
 
     minutes: tuple[int, ...]
