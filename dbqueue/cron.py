@@ -160,7 +160,7 @@ class Cron:
         return self.minutes, self.hours, self.days, self.months, self.weekdays
 
     def _walk(self, instant: int, back: bool = False) -> Iterator[int]:
-        """The slots in order, from the wall-clock minute of ``instant`` on (or back). The first few may still lie on its other
+        """The slots in order, from the wall-clock hour of ``instant`` on (or back). The first few may still lie on its other
         side, and skipped minutes give the same instant several times."""
         start = self._wall(instant, back)
         order: Callable[[Any], Iterable[int]] = reversed if back else iter
@@ -172,8 +172,6 @@ class Cron:
                 if first and (hour > start.hour if back else hour < start.hour):
                     continue
                 for minute in order(self.minutes):
-                    if first and hour == start.hour and (minute > start.minute if back else minute < start.minute):
-                        continue
                     wall = midnight + (hour * 60 + minute) * _MINUTE
                     yield self._instant(wall) if offset is None else wall - offset
 

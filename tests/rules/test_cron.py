@@ -857,18 +857,25 @@ def test_the_zone_of_the_node_does_not_matter(spec: str, zone: str, after: str, 
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
 def test_the_work_follows_the_answer_not_the_time_in_between(zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     months: list[int] = []
-    real = cron.monthrange
+    offsets: list[datetime] = []
+    real, real_offset = cron.monthrange, cron._offset_of
 
     def counted(year: int, month: int) -> tuple[int, int]:
         months.append(month)
         return real(year, month)
 
+    def counted_offset(shown: datetime) -> int:
+        offsets.append(shown)
+        return real_offset(shown)
+
     often, rare = parse("* * * * *", zone), parse("0 0 29 2 1", zone, both=True)
     monkeypatch.setattr(cron, "monthrange", counted)
+    monkeypatch.setattr(cron, "_offset_of", counted_offset)
     assert often.latest(at("1990-01-01"), at("2026-06-15T12:00")) == at("2026-06-15T12:00")
     assert often.next_after(at("2026-06-15T12:00")) == at("2026-06-15T12:01")
     assert len(often.slots(at("1990-01-01"), at("2026-01-01"), 256)) == 256
-    assert months == [6, 6, 1]
+    assert months == [6, 6, 1]  # no month but that of the answer
+    assert len(offsets) == (6 if zone != "UTC" else 0)  # no day but that of the answer: its two ends
     months.clear()
     assert rare.next_after(at("2072-03-01")) is not None
     assert rare.latest(0, at("2096-01-01")) is not None
