@@ -74,7 +74,6 @@ _MACROS = {
     "@annually": "0 0 1 1 *",
 }
 
-_ZONE = re.compile(r"[A-Za-z][A-Za-z0-9_+-]*(/[A-Za-z0-9_+-]+){0,3}")
 # Files in the system's directory of zones that name no zone: what the node is set to, and zones that count leap seconds.
 _NO_ZONE = re.compile(r"localtime|posixrules|Factory|(posix|right)/.*")
 
@@ -411,7 +410,7 @@ def _zone(name: object) -> ZoneInfo | None:
         )
     if name == "UTC":
         return None
-    if len(name) <= 64 and _ZONE.fullmatch(name) and not _NO_ZONE.fullmatch(name):
+    if not _NO_ZONE.fullmatch(name):
         try:
             return ZoneInfo(name)
         except (KeyError, ValueError, OSError):  # no such file, no zone in it, a directory
