@@ -135,6 +135,13 @@ class ReservedName(InvalidName):
     code = Code.RESERVED_NAME
 
 
+class InvalidSpec(InvalidArgument):
+    """The spec of a schedule breaks the grammar (D15, A1), could never be due, or its timezone is not known. The message names
+    the field and the remedy; the database was not asked."""
+
+    code = Code.INVALID_SPEC
+
+
 class UnknownTarget(QueueError):
     """No target of that name is declared in this program."""
 
