@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from zoneinfo import ZoneInfo
 
 import kombu
 import kombu.exceptions
-import psycopg
 import pytest
 from celery import Celery
 
@@ -25,8 +22,6 @@ from dbqueue.clock import SECOND
 from dbqueue.errors import DatabaseError
 from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.mail import Mail
-from tests.bouncer import bounced
-from tests.servers import Server
 from tests.transport.conftest import broker_url as broker_url
 from tests.transport.conftest import connect as connect
 from tests.transport.conftest import queue as queue
@@ -67,7 +62,9 @@ def test_an_expiry_is_no_delay(app: Celery, connect: Connect, queue: DBQueue) ->
 
 @pytest.mark.req("C3", "C4")
 @pytest.mark.parametrize("how", ["requeue", "recover", "close", "lease"])
-def test_what_comes_back_comes_to_its_own_queue_only(connect: Connect, queue: DBQueue, broker_url: str, how: str) -> None:
+def test_what_comes_back_comes_to_its_own_queue_only(
+    connect: Connect, queue: DBQueue, broker_url: str, how: str
+) -> None:
     """C29. Kombu: what was not acknowledged was published to its exchange once more, and every queue bound there got a second copy. C133.
     The flag that says so was missing."""
     connection = connect(lease=1)
@@ -83,7 +80,9 @@ def test_what_comes_back_comes_to_its_own_queue_only(connect: Connect, queue: DB
     else:
         message = channel.basic_get("q")
         assert message.delivery_info["redelivered"] is False
-        {"requeue": message.requeue, "recover": lambda: channel.basic_recover(requeue=True), "close": channel.close}[how]()
+        {"requeue": message.requeue, "recover": lambda: channel.basic_recover(requeue=True), "close": channel.close}[
+            how
+        ]()
     again = connect(lease=1)
     (back,) = drained(again, kombu.Queue("q", exchange, routing_key="#")(again.default_channel), 1)
     back.ack()
@@ -205,9 +204,7 @@ def test_awkward_characters_arrive_or_are_refused_at_once(app: Celery, connect: 
 
 @pytest.mark.req("C3")
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Amsterdam", "Asia/Tokyo", "America/St_Johns"])
-def test_a_naive_eta_is_never_late(
-    app: Celery, queue: DBQueue, zone: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_naive_eta_is_never_late(app: Celery, queue: DBQueue, zone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C122. Celery: naive times were read in another zone, and tasks expired at once or ran hours late. Only Celery's worker knows the zone
     of its app, so it is given such a task before it can be due anywhere. The zone of this process does not matter."""
     monkeypatch.setenv("TZ", "Asia/Kolkata")

@@ -183,7 +183,6 @@ def consuming(queue: DBQueue) -> list[Step]:
     verbs = [
         *(verb for name, verb in VERBS.items() if name != "delete_exchange"),
         lambda d, s: routing.revoke(d, s, ["task"], SECOND),
-        routing.revoked,
         routing.forget_revoked,
     ]
     return [lambda verb=verb: database.run(lambda s: verb(database.dialect, s)) for verb in verbs]  # type: ignore[misc]
