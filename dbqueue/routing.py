@@ -150,9 +150,9 @@ def purge(dialect: Dialect, session: Session, name: str, *, later: bool = True) 
     total = 0
     for waiting in (_READY, _LATER) if later else (_READY,):
         for most in chain([FIRST], repeat(BATCH)):
-            session.execute(
+            session.execute(  # the state is asked twice: a message may be claimed while this waits for its row
                 dialect.portable(
-                    f"DELETE FROM {{jobs}} WHERE id IN (SELECT id FROM {{jobs}} WHERE {waiting} LIMIT {most})"
+                    f"DELETE FROM {{jobs}} WHERE state = 0 AND id IN (SELECT id FROM {{jobs}} WHERE {waiting} LIMIT {most})"
                 ),
                 {"name": name},
             )

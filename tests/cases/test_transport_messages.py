@@ -19,6 +19,7 @@ from celery import Celery
 
 from dbqueue import DBQueue
 from dbqueue.clock import SECOND
+from dbqueue.database.tables import Letter
 from dbqueue.errors import DatabaseError
 from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.mail import Mail
@@ -135,6 +136,7 @@ def test_clients_of_remote_control_leave_nothing_behind(queue: DBQueue, broker_u
         client.kill()
         client.communicate()
     assert before["queues"] == before["consumers"] == before["cursors"] == 0
+    log.post(Letter("celeryev", "task.sent", b"{}", b"{}", 300 * SECOND, ()))
     queue.database.clock.offset = 600 * SECOND
     with queue.database.session() as session:
         Housekeeping(queue.database, log, "somebody")._sweep(session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import kombu
@@ -12,6 +13,8 @@ from dbqueue import DBQueue, mail, routing
 from dbqueue.clock import SECOND
 from dbqueue.database.tables import Letter
 from dbqueue.mail import Mail
+from tests.servers import Server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.req("C1")
 
@@ -96,6 +99,27 @@ def test_purging_and_deleting_take_all_messages(
         assert queue.counts("q")["pending"] == 1
         queue.cancel(job.id)
         assert take("other") == 2
+
+
+@pytest.mark.databases("postgres")
+@pytest.mark.req("C4")
+def test_purging_leaves_what_was_claimed_meanwhile(connect: Connect, queue: DBQueue, postgres: Server) -> None:
+    """A purge that waits for a row must not delete the message that a consumer has got by then."""
+    channel = connect().channel()
+    channel.queue_declare("q")
+    for number in range(2):
+        kombu.Producer(channel).publish(number, routing_key="q")
+    with queue.database.session() as claiming, ThreadPoolExecutor() as pool:
+        claiming.begin()
+        claiming.execute(
+            "UPDATE dbqueue_jobs SET state = 1, token = id, lease_until = run_at + 60000000, ready_at = NULL WHERE payload = '0'"
+        )
+        purged = pool.submit(channel.queue_purge, "q")
+        waits = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%DELETE%%'"
+        wait_for(lambda: postgres.execute(waits))
+        claiming.commit()
+        assert purged.result(10) == 1
+    assert queue.counts("q") == {"running": 1}
 
 
 def test_a_declaration_counts_what_is_ready_and_stops_counting(
