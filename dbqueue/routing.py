@@ -150,9 +150,11 @@ def purge(dialect: Dialect, session: Session, name: str, *, later: bool = True) 
     total = 0
     for waiting in (_READY, _LATER) if later else (_READY,):
         for most in chain([FIRST], repeat(BATCH)):
-            session.execute(  # the state is asked twice: a message may be claimed while this waits for its row
+            # What is locked is being claimed, or deleted by another purge, which would wait for this one in its turn.
+            session.execute(
                 dialect.portable(
-                    f"DELETE FROM {{jobs}} WHERE state = 0 AND id IN (SELECT id FROM {{jobs}} WHERE {waiting} LIMIT {most})"
+                    "DELETE FROM {jobs} WHERE state = 0 AND id IN "
+                    f"(SELECT id FROM {{jobs}} WHERE {waiting} LIMIT {most} {{skip_locked}})"
                 ),
                 {"name": name},
             )

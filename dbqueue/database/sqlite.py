@@ -461,7 +461,7 @@ class Sqlite:
 
     def portable(self, text: str) -> str:
         return self._texts.get(text) or self._texts.setdefault(
-            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)")
+            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)").replace(" {skip_locked}", "")
         )
 
     def _text(self, template: str) -> str:

@@ -199,7 +199,7 @@ def test_awkward_characters_arrive_or_are_refused_at_once(app: Celery, connect: 
     wait_for(lambda: queue.counts() == {"acked": 1})
     if queue.database.dialect.name == "postgresql":
         for options in ({"task_id": "i\x00"}, {"queue": "q\x00"}):
-            with pytest.raises(DatabaseError):
+            with pytest.raises((DatabaseError, ValueError)):
                 app.send_task("a", **options)
     assert queue.counts() == {"acked": 1}
 
