@@ -20,6 +20,8 @@ from dbqueue.routing import matches
 
 BATCH = 200
 TRIES = 20
+SKIPPED = 1_000
+"""Others' messages behind a cursor after which it is moved past them, though none was for its queue: a look reads all that lie there."""
 
 Binding = tuple[str, str, str]
 """Exchange, its type, routing key or pattern."""
@@ -93,39 +95,47 @@ class Mail:
         later messages before earlier ones, all that are there are taken."""
         with self._session() as session:
             for _ in range(TRIES):
-                at, rows = self._look(session, queue, bindings)
+                at, end, rows = self._look(session, queue, bindings)
                 if at is None:  # the server crashed and lost it, and with it all messages that are older than the crash
                     self._begin(session, queue)
                     continue
                 mine = [row for row in rows if self._is_for(row, queue, bindings)]
                 to = rows[-1].id if rows else at
+                skips = len(rows) < BATCH and end - to >= SKIPPED
+                to = end if skips else to
                 if rank is not None and len({rank(row) for row in mine}) > 1:
                     mine.sort(key=lambda row: (rank(row), row.id))
                 elif len(mine) > limit:
                     mine = mine[:limit]
                     to = mine[-1].id
-                if not mine and len(rows) < BATCH // 4:  # not worth a write
+                if not mine and len(rows) < BATCH // 4 and not skips:  # not worth a write
                     return []
                 if self._move(session, queue, at, to) and (mine or len(rows) < BATCH):
                     return mine
             return []
 
-    def _look(self, session: OwnSession, queue: str, bindings: Sequence[Binding]) -> tuple[int | None, list[Item]]:
-        """The queue's cursor, None if it has none, and what lies behind it in the exchanges that it is bound to."""
+    def _look(self, session: OwnSession, queue: str, bindings: Sequence[Binding]) -> tuple[int | None, int, list[Item]]:
+        """The queue's cursor (None: it has none), the end of the log, and what lies between them in the exchanges that the queue is
+        bound to, one batch at most."""
         exchanges = sorted({exchange for exchange, _, _ in bindings})
         names = {f"e{n}": exchange for n, exchange in enumerate(exchanges)}
-        bound = f" OR m.exchange IN ({', '.join(':' + name for name in names)})" if names else ""
+        bound = f" OR exchange IN ({', '.join(':' + name for name in names)})" if names else ""
+        # The batch is cut inside: a join that is sorted and cut as a whole would read all that lies behind the cursor.
         found = session.execute(
             self._dialect.portable(
-                "SELECT c.position, m.id, m.exchange, m.routing_key, m.head, m.payload FROM {cursors} c LEFT JOIN {mail} m "
-                f"ON m.id > c.position AND (m.exchange = '' AND m.routing_key = :queue{bound}) AND m.expires_at > {{now}} "
-                f"WHERE c.queue = :queue ORDER BY m.id LIMIT {BATCH}"
+                "SELECT c.position, (SELECT max(id) FROM {mail}), m.id, m.exchange, m.routing_key, m.head, m.payload FROM {cursors} c "
+                "LEFT JOIN (SELECT id, exchange, routing_key, head, payload FROM {mail} "
+                "WHERE id > (SELECT position FROM {cursors} WHERE queue = :queue) "
+                f"AND (exchange = '' AND routing_key = :queue{bound}) AND expires_at > {{now}} ORDER BY id LIMIT {BATCH}) m ON 1 = 1 "
+                "WHERE c.queue = :queue ORDER BY m.id"
             ),
             {"queue": queue, "offset": self._dialect.clock.offset, **names},
         )
-        rows = [row[1:] for row in found if row[1] is not None]
+        if not found:
+            return None, 0, []
+        rows = [row[2:] for row in found if row[2] is not None]
         items = [Item(int(row[0]), str(row[1]), str(row[2]), bytes(row[3]), bytes(row[4])) for row in rows]
-        return (int(found[0][0]) if found else None), items
+        return int(found[0][0]), int(found[0][1] or 0), items
 
     @staticmethod
     def _is_for(item: Item, queue: str, bindings: Sequence[Binding]) -> bool:
@@ -146,7 +156,7 @@ class Mail:
     def size(self, queue: str, bindings: Sequence[Binding]) -> int:
         """How many messages wait; not counted further than one batch."""
         with self._session() as session:
-            _, rows = self._look(session, queue, bindings)
+            _, _, rows = self._look(session, queue, bindings)
         return sum(self._is_for(row, queue, bindings) for row in rows)
 
     def purge(self, queue: str, bindings: Sequence[Binding]) -> int:

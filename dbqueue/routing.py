@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, repeat
 
 from dbqueue.database.dialect import Dialect, Session
 from dbqueue.ids import ZERO
 
 DIRECT, TOPIC, FANOUT = "direct", "topic", "fanout"
-BATCH = 5_000
-"""Rows that one statement of a purge deletes at most."""
+FIRST, BATCH = 100, 5_000
+"""Rows that one statement of a purge deletes at most. Most queues hold none, and for so few as the first one takes, no planner reads the
+whole table."""
 
 
 @dataclass(frozen=True)
@@ -129,36 +131,60 @@ def touch_queue(dialect: Dialect, session: Session, name: str) -> None:
 
 def delete_queue(dialect: Dialect, session: Session, name: str) -> int:
     """With its bindings and messages; returns how many of those were waiting."""
-    for table, column in (("queues", "name"), ("bindings", "queue"), ("consumers", "queue")):
-        session.execute(dialect.portable(f"DELETE FROM {{{table}}} WHERE {column} = :name"), {"name": name})
-    return purge(dialect, session, name)
+    for table in ("bindings", "consumers"):
+        session.execute(dialect.portable(f"DELETE FROM {{{table}}} WHERE queue = :name"), {"name": name})
+    route = find_queue(dialect, session, name)  # not before a write: in a caller's transaction see ``take_lock``
+    session.execute(dialect.portable("DELETE FROM {queues} WHERE name = :name"), {"name": name})
+    # What goes to the queue of a reply is a letter: such a queue, deleted with each client, is not worth a look at all later jobs.
+    return purge(dialect, session, name, later=route is None or not route.takes_letter(transient=False))
 
 
-def purge(dialect: Dialect, session: Session, name: str) -> int:
-    """Deletes the messages that wait in the queue, never a job of the queue that is no message."""
+# Two statements, so that each finds its own index: the claimable messages by queue; those that wait for their time, of all queues,
+# among themselves.
+_READY = "queue = :name AND ready_at IS NOT NULL AND head IS NOT NULL ORDER BY priority, ready_at, id"
+_LATER = "queue = :name AND state = 0 AND ready_at IS NULL AND head IS NOT NULL ORDER BY run_at, id"
+
+
+def purge(dialect: Dialect, session: Session, name: str, *, later: bool = True) -> int:
+    """Deletes the messages that wait in the queue, never a job of the queue that is no message. ``later``: those of a later time too."""
     total = 0
-    while True:
-        session.execute(
-            dialect.portable(
-                "DELETE FROM {jobs} WHERE id IN (SELECT id FROM {jobs} "
-                f"WHERE queue = :name AND state = 0 AND head IS NOT NULL LIMIT {BATCH})"
-            ),
-            {"name": name},
-        )
-        total += session.changed
-        if session.changed < BATCH:
-            return total
+    for waiting in (_READY, _LATER) if later else (_READY,):
+        for most in chain([FIRST], repeat(BATCH)):
+            # What is locked is being claimed, or deleted by another purge, which would wait for this one in its turn.
+            session.execute(
+                dialect.portable(
+                    "DELETE FROM {jobs} WHERE state = 0 AND id IN "
+                    f"(SELECT id FROM {{jobs}} WHERE {waiting} LIMIT {most} {{skip_locked}})"
+                ),
+                {"name": name},
+            )
+            total += session.changed
+            if session.changed < most:
+                break
+    return total
 
 
-def size(dialect: Dialect, session: Session, name: str, most: int | None = None) -> int:
-    """Messages that wait in the queue, those that are not due yet included; not counted further than ``most``."""
-    limit = "" if most is None else f" LIMIT {int(most)}"
-    alive = "queue = :name AND (expires_at IS NULL OR expires_at > (SELECT {now}))"
-    # Two parts, so that each finds its own index: the claimable ones by queue, the waiting ones, of all queues, among themselves.
+_UNEXPIRED = "queue = :name AND (expires_at IS NULL OR expires_at > (SELECT {now}))"
+
+
+def size(dialect: Dialect, session: Session, name: str) -> int:
+    """Messages that wait in the queue, those that are not due yet included. It reads them all."""
     rows = session.execute(
         dialect.portable(
-            f"SELECT count(*) FROM (SELECT 1 FROM {{jobs}} WHERE {alive} AND ready_at IS NOT NULL "
-            f"UNION ALL SELECT 1 FROM {{jobs}} WHERE {alive} AND state = 0 AND ready_at IS NULL{limit}) waiting"
+            f"SELECT count(*) FROM (SELECT 1 FROM {{jobs}} WHERE {_UNEXPIRED} AND ready_at IS NOT NULL "
+            f"UNION ALL SELECT 1 FROM {{jobs}} WHERE {_UNEXPIRED} AND state = 0 AND ready_at IS NULL) waiting"
+        ),
+        {"name": name, "offset": dialect.clock.offset},
+    )
+    return int(rows[0][0])
+
+
+def ready(dialect: Dialect, session: Session, name: str, most: int) -> int:
+    """Messages that can be had from the queue now; not counted further than ``most``."""
+    rows = session.execute(
+        dialect.portable(
+            f"SELECT count(*) FROM (SELECT 1 FROM {{jobs}} WHERE {_UNEXPIRED} AND ready_at IS NOT NULL "
+            f"ORDER BY priority, ready_at, id LIMIT {int(most)}) counted"
         ),
         {"name": name, "offset": dialect.clock.offset},
     )

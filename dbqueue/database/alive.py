@@ -67,7 +67,8 @@ def is_alive(database: str, worker: str | None) -> bool:
 
 
 def _path(database: str, worker: str) -> str:
-    return os.path.join(f"{os.path.abspath(database)}-alive", re.sub(r"[^A-Za-z0-9_.-]", "_", worker))
+    # Beside the file itself: behind a symbolic link it has other names.
+    return os.path.join(f"{os.path.realpath(database)}-alive", re.sub(r"[^A-Za-z0-9_.-]", "_", worker))
 
 
 def _after_fork() -> None:

@@ -84,6 +84,7 @@ from dbqueue.states import State, allowed
 T = TypeVar("T")
 
 PORTABLE_NOW = NOW.replace("%(offset)s", ":offset")
+SKIP_LOCKED = "FOR UPDATE SKIP LOCKED"
 
 # SQLSTATEs that say: this connection, or the server behind it, is of no use now; take another one, after a while. 53 and 58 are a
 # server that lacks memory, connections or room on its disk, or cannot read it: no row's fault, so nothing may be given up for it.
@@ -326,7 +327,8 @@ class Postgres:
     def portable(self, text: str) -> str:
         known = self._portable.get(text)
         if known is None:
-            filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", self.names.fill(text).replace("{now}", PORTABLE_NOW))
+            text_here = self.names.fill(text).replace("{now}", PORTABLE_NOW).replace("{skip_locked}", SKIP_LOCKED)
+            filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", text_here)
             known = self._portable[text] = filled
         return known
 

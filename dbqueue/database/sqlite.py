@@ -461,7 +461,7 @@ class Sqlite:
 
     def portable(self, text: str) -> str:
         return self._texts.get(text) or self._texts.setdefault(
-            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)")
+            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)").replace(" {skip_locked}", "")
         )
 
     def _text(self, template: str) -> str:
@@ -534,10 +534,15 @@ class Sqlite:
 
     # -- the log of short-lived messages -----------------------------------------------------------------------------
 
+    @property
+    def mail_path(self) -> str:
+        """Beside the file itself: behind a symbolic link it has other names."""
+        return f"{os.path.realpath(self.path)}-mail"
+
     def mail_session(self) -> SqliteSession:
         """In a side file: what is gone in a minute must not queue for the one write lock, nor wait for the disk."""
         connection = sqlite3.connect(
-            f"{self.path}-mail", timeout=1, isolation_level=None, check_same_thread=False, cached_statements=64
+            self.mail_path, timeout=1, isolation_level=None, check_same_thread=False, cached_statements=64
         )
         try:
             connection.execute("PRAGMA journal_mode=WAL")

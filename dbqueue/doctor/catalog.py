@@ -18,7 +18,7 @@ SELECT c.oid::bigint, c.relname::text, c.relkind::text,
     || CASE WHEN c.relrowsecurity THEN ' with row security' ELSE '' END,
   COALESCE(c.reloptions, '{}')::text[]
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = %(schema)s::text AND c.relkind IN ('r', 'p', 'v') AND starts_with(c.relname::text, %(prefix)s::text)
+WHERE n.nspname = %(schema)s::text AND c.relkind IN ('r', 'p', 'v', 'S') AND starts_with(c.relname::text, %(prefix)s::text)
 """
 
 # NOT NULL is a constraint of its own since PostgreSQL 18; here it always stands beside its column.
@@ -55,8 +55,10 @@ def postgres(session: Session, names: Names, tables: Collection[str] | None = No
     ):
         table = name[len(names.prefix) :]
         if tables is None or table in tables:
+            items.append(Item({"v": "view", "S": "sequence"}.get(kind, "table"), table, table, persistence))
+            if kind == "S":
+                continue
             owners[oid] = table
-            items.append(Item("view" if kind == "v" else "table", table, table, persistence))
             items += [Item("option", table, *option.split("=", 1)) for option in options]
     for oid, kind, name, definition in session.execute(_PARTS, {"oids": list(owners)}):
         short = name if kind == "column" else name.removeprefix(names.prefix)

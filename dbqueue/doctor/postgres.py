@@ -5,6 +5,7 @@ in between.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dbqueue.doctor import catalog, pooler, privileges, schema
@@ -110,7 +111,8 @@ WHERE n.nspname = %(schema)s::text AND t.relname = ANY(%(tables)s::text[])
 
 def indexes(patient: Patient) -> Finding:
     problems, names = [], patient.database.dialect.names
-    for index, wanted in patient.session.execute(_INVALID, _both(patient)):
+    tables = catalog.table_names(schema.shipped("postgres"))
+    for index, wanted in patient.session.execute(_INVALID, _named(patient, tables)):
         place = f'"{names.schema}"."{index}"'
         told = f"index {index} is not valid: building it failed, and nobody uses it"
         if wanted:
@@ -126,12 +128,15 @@ def _differences(patient: Patient) -> list[schema.Difference]:
     return schema.compare(expected, found)
 
 
-def _both(patient: Patient) -> dict[str, object]:
+def _named(patient: Patient, tables: Iterable[str]) -> dict[str, object]:
     names = patient.database.dialect.names
-    return {"schema": names.schema, "tables": [names.prefix + "jobs", names.prefix + "finished"]}
+    return {"schema": names.schema, "tables": [names.prefix + table for table in tables]}
 
 
 # -- vacuum ------------------------------------------------------------------------------------------------------------
+
+BUSY = ("jobs", "finished", "mail", "cursors")
+"""Tables whose rows come and go all the time."""
 
 _TABLES = """
 SELECT c.relname::text, s.n_live_tup, s.n_dead_tup, pg_table_size(c.oid),
@@ -146,7 +151,7 @@ WHERE n.nspname = %(schema)s::text AND c.relname = ANY(%(tables)s::text[]) ORDER
 def _tables(patient: Patient) -> list[tuple[str, int, int, int, float | None, bool]]:
     return [
         (name, live or 0, dead or 0, size, age, on)
-        for name, live, dead, size, age, on in patient.session.execute(_TABLES, _both(patient))
+        for name, live, dead, size, age, on in patient.session.execute(_TABLES, _named(patient, BUSY))
     ]
 
 

@@ -6,7 +6,7 @@ docs/operations.md prints ``grants`` word for word, and a test takes each single
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dbqueue.database.tables import FINISHED_COLUMNS, JOB_COLUMNS, Names
@@ -36,6 +36,29 @@ _PUBLISH = (
     Right("jobs", "SELECT", ("id", "target", "key", "state", "run_at", "created_at")),
     Right("finished", "SELECT", ("id",)),
 )
+# Celery's publisher also declares the queue, and its declaration counts what is ready there. No letters: with them it could speak to
+# the workers' remote control.
+_PUBLISH_MESSAGES = (
+    Right("jobs", "INSERT"),
+    Right("jobs", "SELECT", (
+        "id", "target", "key", "queue", "priority", "state", "run_at", "ready_at", "created_at", "expires_at",
+    )),
+    Right("finished", "SELECT", ("id",)),
+    *(Right(table, verb) for table in ("exchanges", "queues", "bindings") for verb in ("SELECT", "INSERT")),
+    Right("consumers", "SELECT", ("queue", "alive_until")),
+)  # fmt: skip
+# Consumers declare, bind and delete queues, and keep rows of their own; control, events and replies are letters.
+_CONSUME = (
+    *(Right("exchanges", verb) for verb in ("SELECT", "INSERT")),
+    *(Right("queues", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")),
+    *(Right("bindings", verb) for verb in ("SELECT", "INSERT", "DELETE")),
+    *(Right("consumers", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")),
+    *(Right("mail", verb) for verb in ("SELECT", "INSERT", "DELETE")),
+    Right("mail_ids", "USAGE"),
+    *(Right("cursors", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")),
+    *(Right("revoked", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")),
+)
+_JOBS = tuple(Right("jobs", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
 # FOR UPDATE SKIP LOCKED, which prune needs, asks for UPDATE even where nothing is updated.
 _HISTORY = tuple(Right("finished", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
 _READ = (
@@ -47,22 +70,29 @@ _READ = (
 ROLES: Mapping[str, tuple[Right, ...]] = {
     "publisher": (*_LOOK, *_PUBLISH),
     "worker": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "UPDATE", "DELETE")), *_HISTORY),
-    "operator": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")), *_HISTORY),
+    "operator": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME, Right("exchanges", "DELETE")),
     "reader": (*_LOOK, *_READ),
+    "celery_publisher": (*_LOOK, *_PUBLISH_MESSAGES),
+    "celery_worker": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME),
 }
-"""An operator's are everything that a program can need which enqueues, works and looks, as most do."""
+"""An operator's are everything that a program can need which enqueues, works and looks, as most do, with Celery or without."""
 EVERYTHING = "operator"
 
 
 def grants(rights: tuple[Right, ...], names: Names, grantee: str) -> Iterator[str]:
-    """The statements that give these rights, one for each table and list of columns."""
+    """The statements that give these rights, one for each table or sequence."""
     tables: dict[str, dict[str, tuple[str, ...]]] = {}
     for right in rights:
         tables.setdefault(right.table, {})[right.verb] = right.columns
     for table, verbs in tables.items():
         whole = [verb for verb, columns in verbs.items() if not columns]
         parts = whole + [f"{verb} ({', '.join(columns)})" for verb, columns in verbs.items() if columns]
-        yield f"GRANT {', '.join(parts)} ON {names.qualified(table).replace(chr(34), '')} TO {grantee};"
+        yield f"GRANT {', '.join(parts)} ON {place(table, whole, names).replace(chr(34), '')} TO {grantee};"
+
+
+def place(table: str, verbs: Sequence[str], names: Names) -> str:
+    """What stands behind ON. Of all rights only a sequence's is USAGE."""
+    return ("SEQUENCE " if "USAGE" in verbs else "") + names.qualified(table)
 
 
 _RELATIONS = """
@@ -71,7 +101,8 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s::text AND c.relname = ANY(%(tables)s::text[])
 """
 _HELD = """
-SELECT r.n, CASE WHEN cardinality(r.columns) = 0 THEN has_table_privilege(c.oid, r.verb)
+SELECT r.n, CASE WHEN r.verb = 'USAGE' THEN has_sequence_privilege(c.oid, r.verb)
+  WHEN cardinality(r.columns) = 0 THEN has_table_privilege(c.oid, r.verb)
   ELSE (SELECT bool_and(has_column_privilege(c.oid, a.name, r.verb)) FROM unnest(r.columns) a(name)) END
 FROM (SELECT n, verb, relation, COALESCE(string_to_array(NULLIF(columns, ''), ','), '{}') AS columns
   FROM unnest(%(numbers)s::int[], %(verbs)s::text[], %(relations)s::text[], %(columns)s::text[])
@@ -106,7 +137,7 @@ def check(patient: Patient) -> Finding:
         right for number, right in enumerate(rights) if not held.get(number, True)
     )  # or there is no such table
     if lacking:
-        told = ", ".join(f"{right.verb} on {tables[right.table]}" for right in lacking)
+        told = ", ".join(dict.fromkeys(f"{right.verb} on {tables[right.table]}" for right in lacking))
         remedy = " ".join(grants(lacking, names, quoted(user)))
         as_role = f" as a {patient.role}" if patient.role else ""
         problems.append(Problem(Status.FAILURE, f"user {user!r} lacks{as_role}: {told}", remedy))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dbqueue.database.tables import Names
 from dbqueue.doctor.check import Finding, Problem, Status, verdict
 
-WHOLE = ("table", "view")
+WHOLE = ("table", "view", "sequence")
 BY_DEFINITION = ("constraint", "index")
 DESCRIPTION = "schema.txt"
 
@@ -85,6 +85,8 @@ def _weight(difference: Difference) -> Status:
     """An addition of somebody else's is a warning, unless every insert of ours must fail by it."""
     if difference.kind in ("option", "trigger"):
         return Status.WARNING
+    if difference.kind == "table" and difference.found is not None and difference.found.definition == "permanent":
+        return Status.WARNING  # more durable than need be, which only costs time
     if difference.expected is None and difference.found is not None:
         definition = difference.found.definition
         fails = difference.kind == "column" and "NOT NULL" in definition and "DEFAULT" not in definition

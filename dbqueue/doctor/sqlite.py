@@ -23,6 +23,10 @@ FREE_BYTES, FREE_SHARE = 100 * 2**20, 0.5
 LOCK_PATIENCE = 2.0
 """Seconds that a healthy system never holds the write lock for."""
 
+BESIDE = ("", "-wal", "-shm", "-mail", "-mail-wal", "-mail-shm", "-alive")
+TRANSPORTS = ("-mail", "-mail-wal", "-mail-shm", "-alive")
+"""The transport's log of short-lived messages, and the folder with the locks of its living processes."""
+
 MOUNTS = Path("/proc/mounts")
 NETWORK = frozenset((
     "9p", "afpfs", "afs", "beegfs", "ceph", "cifs", "davfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
@@ -53,24 +57,27 @@ def file(patient: Patient) -> Finding:
         raise SchemaMissing("the SQLite file of this queue does not exist yet: run `dbqueue migrate`")
     folder = os.path.dirname(path)
     problems = []
-    for place in (folder, path, f"{path}-wal", f"{path}-shm"):
-        if os.path.exists(place) and not os.access(
-            place, os.W_OK, effective_ids=os.access in os.supports_effective_ids
-        ):
-            patient.notes.add("stop")
-            what = "the folder" if place == folder else "the file"
+    beside = [f"{path}{suffix}" for suffix in BESIDE if os.path.exists(f"{path}{suffix}")]
+    for place in (folder, *beside):
+        if not os.access(place, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+            if place.endswith(TRANSPORTS):
+                remedy = f"chown or chmod it: every Celery program that works here needs {' and '.join(TRANSPORTS)}"
+            else:
+                patient.notes.add("stop")
+                remedy = (
+                    f"chown or chmod it: everybody who works here needs the file, {path}-wal, {path}-shm and the folder"
+                )
+            what = "the folder" if os.path.isdir(place) else "the file"
             told = f"this user (uid {os.geteuid()}) may not write to {what} {place}"
-            remedy = (
-                f"chown or chmod it: everybody who works here needs the file, {path}-wal, {path}-shm and the folder"
-            )
             problems.append(Problem(Status.FAILURE, told, remedy))
-    owners = {os.stat(f"{path}{suffix}").st_uid for suffix in ("", "-wal", "-shm") if os.path.exists(f"{path}{suffix}")}
+    owners = {os.stat(place).st_uid for place in beside}
     if len(owners) > 1:
-        told = f"the file and its log belong to different users (uid {', '.join(map(str, sorted(owners)))})"
+        told = f"the file and what lies beside it belong to different users (uid {', '.join(map(str, sorted(owners)))})"
         problems.append(Problem(Status.WARNING, told, "run everything that uses the file as one user"))
-    if os.stat(path).st_mode & stat.S_IWOTH:
-        told = f"every user of this machine may write to {path}"
-        problems.append(Problem(Status.WARNING, told, f"chmod o-w {path}"))
+    for place in beside:
+        if os.stat(place).st_mode & stat.S_IWOTH:
+            told = f"every user of this machine may write to {place}"
+            problems.append(Problem(Status.WARNING, told, f"chmod o-w {place}"))
     return verdict("file", problems, f"{path}: {os.path.getsize(path) / 2**20:.1f} MB, writable with its folder")
 
 

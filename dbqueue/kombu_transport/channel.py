@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dbqueue import routing
-from dbqueue.errors import ConnectionLost
+from dbqueue.errors import ConnectionLost, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport import message as messages
 from dbqueue.kombu_transport.housekeeping import ALIVE
@@ -231,8 +231,28 @@ class Channel(Publisher):
             self.feeds_celery = self.feeds_celery or _is_celerys(consumer.callback)
             made = self._message(entry, consumer.no_ack) if isinstance(entry, Delivery) else self._letter(entry)
             if made is not None:
-                consumer.callback(made)
+                self._hand_over(consumer, entry, made)
         return done
+
+    def _hand_over(self, consumer: Consumer, entry: Delivery | Item, made: Any) -> None:
+        """What a Celery worker stumbles over (a body of another shape, say) would end it, be handed back, and end the next one: such a
+        message is kept as dead, and the worker goes on. Of everybody else, errors are their own affair."""
+        try:
+            consumer.callback(made)
+        except Exception as error:
+            if not _is_celerys(consumer.callback) or isinstance(error, (*self._errors, QueueError, MemoryError)):
+                raise
+            if isinstance(entry, Delivery):
+                log.error("Celery cannot take message %s (%s); it is kept as dead", entry.row.id.hex(), _name(error))
+                self._end(entry.tag, ends.rejected)
+            else:
+                log.error("Celery cannot take a short-lived message (%s)", _name(error))
+
+    @property
+    def _errors(self) -> tuple[type[BaseException], ...]:
+        """By which kombu knows that the connection is lost, or a channel."""
+        transport = self.connection
+        return () if transport is None else (*transport.connection_errors, *transport.channel_errors)
 
     def _message(self, delivery: Delivery, no_ack: bool) -> Any:
         row = delivery.row
@@ -288,6 +308,10 @@ class Channel(Publisher):
                 self._end(delivery.tag, ends.left_by_close if delivery.delivered else ends.handed_back)
             elif delivery.row.task_id is None or delivery.row.task_id not in running:
                 self._end(delivery.tag, ends.handed_back)
+
+
+def _name(error: BaseException) -> str:
+    return type(error).__name__
 
 
 def _is_celerys(callback: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from kombu.utils.json import dumps, loads
@@ -132,13 +132,18 @@ def job_of(
     )
 
 
+EAST = timedelta(hours=14)
+"""How far ahead of UTC the clocks of the first zone are."""
+
+
 def _run_at(eta: Any, lead: float) -> int | None:
-    """An ETA waits in the database; a worker gets it ``lead`` seconds early, to show it and to be punctual."""
+    """An ETA waits in the database; a worker gets it ``lead`` seconds early, to show it and to be punctual. One without a zone is in
+    the zone of the worker's app, which is not known here: it waits only for as long as it cannot be due anywhere."""
     if not isinstance(eta, (str, datetime)):
         return None
     try:
         when = eta if isinstance(eta, datetime) else datetime.fromisoformat(eta.replace("Z", "+00:00"))
     except ValueError:
         return None
-    when = when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)
+    when = when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc) - EAST
     return clock.to_instant(when) - round(lead * clock.SECOND)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IN_ORDER_PATIENCE = 1.0
-COUNTED = 10_000
-"""A declaration that is not passive, as each producer makes it, counts no further: its caller does not look."""
+COUNTED = 1_000
+"""A declaration that is not passive, as each producer makes it, counts no further, and only what is ready: its caller does not look."""
 REVOKED_FOR = 3 * 3_600.0
 """Seconds for which a revoked task is remembered: as long as Celery's workers do."""
 LETTER_LIFE = 300.0
@@ -233,7 +233,11 @@ class Publisher(virtual.Channel):
 
     def _size(self, queue: str, most: int | None = None) -> int:
         self._in_order()
-        waiting = self._do(lambda s: routing.size(self.station.dialect, s, queue, most), write=False)
+        dialect = self.station.dialect
+        waiting = self._do(
+            lambda s: routing.size(dialect, s, queue) if most is None else routing.ready(dialect, s, queue, most),
+            write=False,
+        )
         route = self.station.facts(queue)
         if route is not None and route.brief:
             waiting += self.station.mail.size(queue, self._bindings(queue))

@@ -224,7 +224,11 @@ DRIFT_ANYWHERE = [
     ("DROP INDEX dbqueue_jobs_task; CREATE INDEX mine ON dbqueue_jobs (task_id) WHERE task_id IS NOT NULL", "", "", ""),
     ("CREATE INDEX mine ON dbqueue_jobs (worker)", "", "", ""),
     ("CREATE UNIQUE INDEX mine ON dbqueue_jobs (queue)", "indexes", "warning", "index mine is not dbqueue's"),
+    ("DROP INDEX dbqueue_jobs_expires", "indexes", "failure", "index jobs_expires is missing"),
+    ("DROP INDEX dbqueue_bindings_queue", "indexes", "failure", "index bindings_queue is missing"),
+    ("DROP INDEX dbqueue_consumers_queue", "indexes", "failure", "index consumers_queue is missing"),
     ("ALTER TABLE dbqueue_jobs ADD COLUMN note text", "tables", "warning", "column jobs.note is not dbqueue's"),
+    ("ALTER TABLE dbqueue_queues ADD COLUMN note text", "tables", "warning", "column queues.note is not dbqueue's"),
     ("DROP VIEW dbqueue_all_jobs", "tables", "failure", "view all_jobs is missing"),
 ]  # fmt: skip
 DRIFT_POSTGRES = [
@@ -240,6 +244,10 @@ DRIFT_POSTGRES = [
     ("ALTER TABLE dbqueue_finished DROP CONSTRAINT dbqueue_finished_pkey", "tables", "failure", "PRIMARY KEY"),
     ("ALTER TABLE dbqueue_jobs ADD CONSTRAINT mine CHECK (queue <> 'x')", "tables", "warning", "constraint mine"),
     ("ALTER TABLE dbqueue_jobs SET UNLOGGED", "tables", "failure", "table jobs is unlogged, it should be permanent"),
+    ("ALTER TABLE dbqueue_mail SET LOGGED", "tables", "warning", "table mail is permanent, it should be unlogged"),
+    ("ALTER TABLE dbqueue_bindings DROP CONSTRAINT dbqueue_bindings_pkey", "tables", "failure", "PRIMARY KEY"),
+    ("ALTER TABLE dbqueue_queues ALTER brief DROP NOT NULL", "tables", "failure", "column queues.brief is boolean"),
+    ("DROP SEQUENCE dbqueue_mail_ids", "tables", "failure", "sequence mail_ids is missing"),
     ("ALTER TABLE dbqueue_jobs ENABLE ROW LEVEL SECURITY", "tables", "failure", "with row security"),
     ("ALTER TABLE dbqueue_jobs RESET (fillfactor)", "tables", "warning", "option fillfactor is missing (70)"),
     ("CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
@@ -522,7 +530,7 @@ def test_a_user_with_few_connections(
     look: Look, queue: DBQueue, make_role: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = "SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public"
-    url = make_role(every, attributes="CONNECTION LIMIT 6")
+    url = make_role(every, "USAGE ON ALL SEQUENCES IN SCHEMA public", attributes="CONNECTION LIMIT 6")
     found = look(url=url)
     assert not_ok(found) == {"connections": "warning"}
     assert found["connections"]["sentence"].endswith("room for 6 more, but a worker with 4 slots may take 7")

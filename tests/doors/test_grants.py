@@ -7,24 +7,30 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import celery
+import kombu
 import psycopg
 import pytest
 
 import dbqueue
-from dbqueue import DBQueue, ids
+from dbqueue import DBQueue, ids, routing
 from dbqueue.clock import SECOND
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Names
-from dbqueue.doctor.privileges import ROLES, Right, grants
+from dbqueue.doctor.privileges import ROLES, Right, grants, place
 from dbqueue.errors import DatabaseError, EnqueueFailed
 from dbqueue.runtime.worker import WorkerOptions, run_worker
 from dbqueue.states import Kind, State
 from tests.doors.conftest import ROOT
 from tests.factory import Job, claim_turn, make, new_job, now
 from tests.servers import Server
+from tests.sql.broker import VERBS
+from tests.transport.shops import Shop
+from tests.waiting import wait_for
 
 POSTGRES = pytest.mark.databases("postgres")
 NAMES = Names("dbqueue_", "public")
@@ -152,6 +158,36 @@ def _upkeep(database: Database) -> None:
         database.dialect.upkeep(session, 100, ("mail",))
 
 
+def publishing_messages(queue: DBQueue) -> list[Step]:
+    """As Celery's `delay` does: with a declaration, here of a queue that nobody declared before."""
+    url = queue.database.url.render_as_string(hide_password=False)
+
+    def publish(joined: bool = False) -> None:
+        name = kombu.uuid()
+        target = kombu.Queue(name, kombu.Exchange(name), name)
+        with kombu.Connection(f"dbqueue+{url}") as connection:
+            for _ in range(2):
+                kombu.Producer(connection).publish({}, exchange=name, routing_key=name, declare=[target], expiration=60)
+                connection.declared_entities.clear()
+            if joined:
+                with psycopg.connect(url) as own, dbqueue.using(own):
+                    kombu.Producer(connection).publish({}, exchange=name, routing_key=name, declare=[target])
+
+    *_, lost = publishing(queue)
+    return [publish, lambda: publish(joined=True), lost]
+
+
+def consuming(queue: DBQueue) -> list[Step]:
+    """Every verb of the broker's, which a worker's threads would only complain about, and a job's as a worker has them."""
+    database = queue.database
+    verbs = [
+        *(verb for name, verb in VERBS.items() if name != "delete_exchange"),
+        lambda d, s: routing.revoke(d, s, ["task"], SECOND),
+        routing.forget_revoked,
+    ]
+    return [lambda verb=verb: database.run(lambda s: verb(database.dialect, s)) for verb in verbs]  # type: ignore[misc]
+
+
 def deciding(queue: DBQueue, admin: Admin) -> list[Step]:
     def each(state: State, verb: Callable[[Any, Any], object]) -> Step:
         def step() -> None:
@@ -168,6 +204,7 @@ def deciding(queue: DBQueue, admin: Admin) -> list[Step]:
         each(State.DEAD, lambda job_id, _: queue.retry(job_id)),
         each(State.UNKNOWN, lambda job_id, record: queue.resolve(job_id, "discarded", record.updated_at)),
         lambda: queue.purge(["dead"]),
+        lambda: queue.database.run(lambda s: routing.delete_exchange(queue.database.dialect, s, "none")),
         queue.jobs,
         queue.queues,
     ]
@@ -188,8 +225,13 @@ def reading(queue: DBQueue) -> list[Step]:
 
 def steps_of(role: str, queue: DBQueue, admin: Admin) -> list[Step]:
     if role == "operator":
-        return deciding(queue, admin)
-    return {"publisher": publishing, "worker": working, "reader": reading}[role](queue)
+        return [*deciding(queue, admin), *consuming(queue)]
+    if role == "celery_worker":
+        return [*working(queue), *publishing_messages(queue), *consuming(queue)]
+    of_others = {
+        "publisher": publishing, "worker": working, "reader": reading, "celery_publisher": publishing_messages,
+    }  # fmt: skip
+    return of_others[role](queue)
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
@@ -284,11 +326,69 @@ def test_a_worker_that_publishes(admin: Admin) -> None:
 @pytest.mark.req("H7")
 def test_an_operator(admin: Admin) -> None:
     with closing(DBQueue(admin.user("operator"))) as queue:
-        for step in (*deciding(queue, admin), *publishing(queue), *working(queue)):
+        for step in (
+            *steps_of("operator", queue, admin),
+            *publishing(queue),
+            *working(queue),
+            *publishing_messages(queue),
+        ):
             step()
         assert queue.migrate() == [], "there is nothing to do"
         with refused():
             queue.database.run(lambda session: session.execute("ALTER TABLE dbqueue_jobs ADD COLUMN mine text"))
+
+
+@POSTGRES
+@pytest.mark.req("C1", "D10")
+def test_a_publisher_of_celery(admin: Admin) -> None:
+    """It sends tasks, and neither takes nor reads any; nor does it speak to workers."""
+    url = admin.user("celery_publisher")
+    app = celery.Celery("shop", broker=f"dbqueue+{url}", set_as_current=False)
+    app.conf.task_default_queue = "shop"
+    task_id = app.send_task("shop.add", (1, 2), countdown=1, expires=60).id
+    assert [record.task_id for record in admin.queue.jobs(queue="shop")] == [task_id]
+    with kombu.Connection(f"dbqueue+{url}") as connection:
+        channel = connection.default_channel
+        for call in (
+            lambda: channel.basic_get("shop"),
+            lambda: channel.queue_purge("shop"),
+            lambda: channel.queue_delete("shop"),
+            lambda: channel.queue_unbind("shop", "shop", "shop"),
+            lambda: app.control.ping(timeout=0.1),
+            lambda: app.control.revoke(task_id),
+            lambda: channel.basic_consume("shop", False, print, "tag"),
+        ):
+            with refused():
+                call()
+        with psycopg.connect(url) as own, pytest.raises(psycopg.errors.InsufficientPrivilege):
+            own.execute("SELECT head FROM dbqueue_jobs")
+    app.close()
+    assert admin.queue.counts() == {"pending": 1}
+
+
+@POSTGRES
+@pytest.mark.req("C1", "C3")
+def test_a_worker_of_celery(admin: Admin, tmp_path: Path) -> None:
+    """A real one with all it has: retries, remote control, events, revoked tasks, an early end. It complains about nothing."""
+    url = f"dbqueue+{admin.user('celery_worker')}"
+    shop = Shop(tmp_path, url, {"lease": 5})
+    app = celery.Celery("shop", broker=url, backend="rpc://", set_as_current=False)
+    app.conf.update(task_default_queue="shop", task_send_sent_event=True)
+    try:
+        worker = shop.worker("-E", size=1)
+        assert len(app.control.ping(timeout=3, limit=1)) == 1
+        app.control.revoke("nobody's")
+        app.send_task("shop.flaky", ("x",))
+        shop.wait_for_note("try x 1", 30)
+        app.send_task("shop.slow", ("a", 0.5))
+        shop.wait_for_note("start a", 30)
+        app.control.shutdown()
+        assert worker.wait(30) == 0
+        wait_for(lambda: admin.queue.counts("shop") == {"acked": 3}, 10)
+        assert not [line for line in shop.logs[0].read_text().splitlines() if "ERROR" in line]
+    finally:
+        shop.close()
+        app.close()
 
 
 @POSTGRES
@@ -325,10 +425,10 @@ def single(rights: tuple[Right, ...]) -> Iterator[tuple[str, str]]:
 def test_no_right_is_one_too_many(admin: Admin, role: str) -> None:
     url = admin.user(role)
     for verb, table in single(ROLES[role]):
-        admin.execute(f"REVOKE {verb} ON {NAMES.qualified(table)} FROM dbqueue_{role}")
+        admin.execute(f"REVOKE {verb} ON {place(table, [verb], NAMES)} FROM dbqueue_{role}")
         with closing(DBQueue(url)) as queue:
             assert any(fails(step) for step in steps_of(role, queue, admin)), f"{verb} on {table} is not needed"
-        admin.execute(f"GRANT {verb} ON {NAMES.qualified(table)} TO dbqueue_{role}")
+        admin.execute(f"GRANT {verb} ON {place(table, [verb], NAMES)} TO dbqueue_{role}")
     with closing(DBQueue(url)) as queue:
         assert not any(fails(step) for step in steps_of(role, queue, admin))
 
@@ -353,4 +453,4 @@ def test_the_doctor_agrees(admin: Admin, role: str, cli: Any) -> None:
     checks = {check["name"]: check for check in answer.json["checks"]}
     assert checks["privileges"]["status"] == "ok"
     answer = cli("doctor", "--url", url, "--json")
-    assert answer.code == (0 if role == "operator" else 1)
+    assert answer.code == (0 if role == "operator" else 1), answer

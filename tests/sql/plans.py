@@ -34,6 +34,11 @@ class Plan:
         return {node["Index Name"] for node in self.nodes() if "Index Name" in node}
 
     @property
+    def arbiters(self) -> set[str]:
+        """The indexes that an ON CONFLICT asks."""
+        return {name for node in self.nodes() for name in node.get("Conflict Arbiter Indexes", ())}
+
+    @property
     def sequential(self) -> set[str]:
         return {node["Relation Name"] for node in self.table_scans() if node["Node Type"] == "Seq Scan"}
 

@@ -19,6 +19,7 @@ from dbqueue.database.tables import ClaimRequest, Held, Names, Settlement, Turn
 from dbqueue.ids import ZERO
 from dbqueue.states import State
 from tests.golden import Golden
+from tests.sql import broker
 
 FOLDER = Path(__file__).with_name("golden")
 
@@ -56,7 +57,8 @@ def of_postgres() -> dict[str, str]:
         and not name.startswith("_")
         and re.search(r"\{(jobs|finished)\}", text)
     }
-    return {name: text for name, text in named.items() if not re.search(r"\{\w+\}", text)} | texts | of_views(dialect)
+    filled = {name: text for name, text in named.items() if not re.search(r"\{\w+\}", text)}
+    return with_the_brokers(dialect, filled | texts | of_views(dialect))
 
 
 class _Marked:
@@ -71,7 +73,11 @@ def of_sqlite() -> dict[str, str]:
         for name, text in vars(sqlite).items()
         if isinstance(text, str) and name.isupper() and not name.startswith("_") and re.search(r"\{\w+\}", text)
     }
-    return named | of_views(dialect)
+    return with_the_brokers(dialect, named | of_views(dialect))
+
+
+def with_the_brokers(dialect: Dialect, texts: dict[str, str]) -> dict[str, str]:
+    return texts | {name: text for name, text in broker.texts(dialect).items() if text not in texts.values()}
 
 
 class _Heard(Session):

@@ -1,0 +1,1 @@
+INSERT INTO "public"."dbqueue_consumers" (tag, queue, worker, alive_until) VALUES (%(tag)s, %(queue)s, %(worker)s, ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint) + %(alive)s) ON CONFLICT (tag) DO UPDATE SET alive_until = excluded.alive_until

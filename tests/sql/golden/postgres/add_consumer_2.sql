@@ -1,0 +1,1 @@
+UPDATE "public"."dbqueue_queues" SET consumed = %(yes)s WHERE name = %(queue)s AND NOT consumed

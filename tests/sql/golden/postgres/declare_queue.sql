@@ -1,0 +1,1 @@
+INSERT INTO "public"."dbqueue_queues" (name, durable, auto_delete, exclusive, brief, expires_ms, message_ttl_ms, arguments, used_at) VALUES (%(name)s, %(durable)s, %(auto_delete)s, %(exclusive)s, %(brief)s, %(expires_ms)s, %(message_ttl_ms)s, %(arguments)s, ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint)) ON CONFLICT (name) DO NOTHING

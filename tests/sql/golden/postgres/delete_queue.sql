@@ -1,0 +1,1 @@
+DELETE FROM "public"."dbqueue_bindings" WHERE queue = %(name)s

@@ -1,0 +1,1 @@
+DELETE FROM "public"."dbqueue_consumers" WHERE queue = %(name)s

@@ -1,0 +1,1 @@
+DELETE FROM "public"."dbqueue_queues" WHERE name = %(name)s

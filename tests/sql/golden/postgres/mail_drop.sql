@@ -1,0 +1,1 @@
+DELETE FROM "public"."dbqueue_cursors" WHERE queue = %(queue)s

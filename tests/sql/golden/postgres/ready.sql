@@ -1,0 +1,1 @@
+SELECT count(*) FROM (SELECT 1 FROM "public"."dbqueue_jobs" WHERE queue = %(name)s AND (expires_at IS NULL OR expires_at > (SELECT ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint))) AND ready_at IS NOT NULL ORDER BY priority, ready_at, id LIMIT 100) counted

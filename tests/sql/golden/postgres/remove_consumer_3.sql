@@ -1,0 +1,1 @@
+SELECT 1 FROM "public"."dbqueue_queues" q WHERE q.name = %(queue)s AND q.auto_delete AND NOT EXISTS (SELECT 1 FROM "public"."dbqueue_consumers" c WHERE c.queue = q.name AND c.alive_until > ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint))

@@ -1,0 +1,1 @@
+SELECT e.type, b.routing_key, b.queue, q.message_ttl_ms, COALESCE(q.brief, %(no)s), COALESCE(q.durable, %(yes)s) FROM "public"."dbqueue_exchanges" e JOIN "public"."dbqueue_bindings" b ON b.exchange = e.name LEFT JOIN "public"."dbqueue_queues" q ON q.name = b.queue WHERE e.name = %(exchange)s AND (e.type <> 'direct' OR b.routing_key = %(routing_key)s)

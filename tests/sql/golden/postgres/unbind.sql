@@ -1,0 +1,1 @@
+DELETE FROM "public"."dbqueue_bindings" WHERE exchange = %(exchange)s AND queue = %(queue)s AND routing_key = %(routing_key)s

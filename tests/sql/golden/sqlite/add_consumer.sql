@@ -1,0 +1,1 @@
+INSERT INTO "dbqueue_consumers" (tag, queue, worker, alive_until) VALUES (:tag, :queue, :worker, (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset) + :alive) ON CONFLICT (tag) DO UPDATE SET alive_until = excluded.alive_until

@@ -1,0 +1,1 @@
+UPDATE "dbqueue_queues" SET consumed = :yes WHERE name = :queue AND NOT consumed

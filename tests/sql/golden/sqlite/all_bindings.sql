@@ -1,0 +1,1 @@
+SELECT queue, exchange, routing_key FROM "dbqueue_bindings"

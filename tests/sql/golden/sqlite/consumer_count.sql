@@ -1,0 +1,1 @@
+SELECT count(*) FROM "dbqueue_consumers" WHERE queue = :queue AND alive_until > (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset)

@@ -1,0 +1,1 @@
+INSERT INTO "dbqueue_queues" (name, durable, auto_delete, exclusive, brief, expires_ms, message_ttl_ms, arguments, used_at) VALUES (:name, :durable, :auto_delete, :exclusive, :brief, :expires_ms, :message_ttl_ms, :arguments, (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset)) ON CONFLICT (name) DO NOTHING

@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_bindings" WHERE exchange = :name

@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_consumers" WHERE queue = :name

@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_queues" WHERE name = :name

@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_cursors" WHERE queue = :queue

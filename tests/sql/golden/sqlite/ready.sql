@@ -1,0 +1,1 @@
+SELECT count(*) FROM (SELECT 1 FROM "dbqueue_jobs" WHERE queue = :name AND (expires_at IS NULL OR expires_at > (SELECT (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset))) AND ready_at IS NOT NULL ORDER BY priority, ready_at, id LIMIT 100) counted

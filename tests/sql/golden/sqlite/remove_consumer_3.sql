@@ -1,0 +1,1 @@
+SELECT 1 FROM "dbqueue_queues" q WHERE q.name = :queue AND q.auto_delete AND NOT EXISTS (SELECT 1 FROM "dbqueue_consumers" c WHERE c.queue = q.name AND c.alive_until > (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset))

@@ -1,0 +1,1 @@
+SELECT e.type, b.routing_key, b.queue, q.message_ttl_ms, COALESCE(q.brief, :no), COALESCE(q.durable, :yes) FROM "dbqueue_exchanges" e JOIN "dbqueue_bindings" b ON b.exchange = e.name LEFT JOIN "dbqueue_queues" q ON q.name = b.queue WHERE e.name = :exchange AND (e.type <> 'direct' OR b.routing_key = :routing_key)

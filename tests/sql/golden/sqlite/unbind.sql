@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_bindings" WHERE exchange = :exchange AND queue = :queue AND routing_key = :routing_key
