@@ -49,7 +49,7 @@ def make_shop(broker_url: str, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
     """A function that makes the shop, with the given transport options."""
     made: list[Shop] = []
 
-    def make(backend: str = "", **options: Any) -> Shop:
+    def make(backend: str = "", broker_url: str = broker_url, **options: Any) -> Shop:
         folder = tmp_path / "shop"
         folder.mkdir()
         made.append(Shop(folder, broker_url, options, backend))
