@@ -21,7 +21,7 @@ from dbqueue import DBQueue
 from dbqueue.kombu_transport import idle
 from tests.bouncer import bounced
 from tests.servers import Server
-from tests.transport.shops import Shop
+from tests.transport.shops import Shop, need_package
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.databases("postgres"), pytest.mark.timeout(180)]
@@ -65,7 +65,7 @@ def test_a_worker_with_all_its_children_holds_three(
 ) -> None:
     """One that works, one that listens, one that publishes events and replies."""
     if pool == "gevent":
-        pytest.importorskip("gevent")
+        need_package("gevent")
     shop = make_shop()
     app = celery.Celery(broker=ours, set_as_current=False)
     seen: list[int] = []
