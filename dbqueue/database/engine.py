@@ -155,11 +155,16 @@ class Database:
             connections = self._connections()
             self._in_use += 1
             self._most_in_use = max(self._most_in_use, self._in_use)
+        pid = os.getpid()
         try:
             yield connections
         finally:
-            with self._lock:
-                self._in_use -= 1
+            if pid == os.getpid():
+                with self._lock:
+                    self._in_use -= 1
+                    given_up = connections is not self._pool
+                if given_up:  # meanwhile, and nobody else closes what came back to it
+                    connections.dispose()
 
     def close_idle(self) -> bool:
         """Closes the pooled connections if more are open than were in use at once since the last call. True: none is open now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from threading import Barrier, Thread
 from urllib.parse import quote
 
@@ -17,7 +17,8 @@ import kombu
 import psycopg
 import pytest
 
-from dbqueue import DBQueue
+from dbqueue import ConnectionLost, DBQueue
+from dbqueue.database.engine import Database
 from dbqueue.kombu_transport import idle
 from tests.bouncer import bounced
 from tests.servers import Server
@@ -142,6 +143,20 @@ def test_publishing_threads_share_sessions_that_are_closed_when_idle(
         assert sessions("test") == 1
         wait_for(lambda: sessions("test") == 0, message="the next one stayed")
     assert queue.counts("q") == {"pending": 20 * threads + 20}
+
+
+@pytest.mark.req("C1")
+def test_one_that_comes_back_to_a_pool_that_was_given_up_is_closed(ours: str, sessions: MakeSessions) -> None:
+    """One lost connection gives up the pool while another thread still works on a connection of it."""
+    with closing(Database(ours)) as database, database.session() as kept:
+        given_up = database._pool
+        with pytest.raises(ConnectionLost), database.session() as lost:
+            lost.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        assert database._pool is not given_up
+        assert kept.execute("SELECT 1") == [(1,)]
+        assert sessions("test") == 1
+    wait_for(lambda: sessions("test") == 0, message="it stayed")
+    assert given_up is not None  # held until here: the interpreter would close what it frees
 
 
 @pytest.mark.req("C1")
