@@ -37,7 +37,8 @@ class Item:
 
 
 class Mail:
-    """One database's log. Thread-safe; every call is a transaction of its own."""
+    """One database's log. Thread-safe; every call is a transaction of its own, on a pooled connection or on the ``session`` that the
+    caller has. (On SQLite the log is a file with a connection of its own.)"""
 
     def __init__(self, database: Database) -> None:
         self._database, self._dialect = database, database.dialect
@@ -45,13 +46,17 @@ class Mail:
         self._own: OwnSession | None = None
 
     @contextmanager
-    def _session(self) -> Iterator[OwnSession]:
+    def _session(self, given: OwnSession | None = None) -> Iterator[OwnSession]:
         with self._lock, self._database.errors():
             if self._own is None:
                 self._own = self._dialect.mail_session()
             if self._own is not None:
                 yield self._own
                 return
+        if given is not None:
+            with self._database.errors():
+                yield given
+            return
         with self._database.session() as session:
             yield session
 
@@ -84,16 +89,21 @@ class Mail:
             {"queue": queue},
         )
 
-    def drop(self, queue: str) -> None:
-        with self._session() as session:
+    def drop(self, queue: str, session: OwnSession | None = None) -> None:
+        with self._session(session) as session:
             session.execute(self._dialect.portable("DELETE FROM {cursors} WHERE queue = :queue"), {"queue": queue})
 
     def read(
-        self, queue: str, bindings: Sequence[Binding], limit: int, rank: Callable[[Item], int] | None = None
+        self,
+        queue: str,
+        bindings: Sequence[Binding],
+        limit: int,
+        rank: Callable[[Item], int] | None = None,
+        session: OwnSession | None = None,
     ) -> list[Item]:
         """Takes up to ``limit`` messages of the queue, best ``rank`` first, and moves its cursor behind them. With a rank that sets
         later messages before earlier ones, all that are there are taken."""
-        with self._session() as session:
+        with self._session(session) as session:
             for _ in range(TRIES):
                 at, end, rows = self._look(session, queue, bindings)
                 if at is None:  # the server crashed and lost it, and with it all messages that are older than the crash
@@ -165,9 +175,9 @@ class Mail:
             total += len(taken)
         return total
 
-    def prune(self) -> None:
+    def prune(self, session: OwnSession | None = None) -> None:
         """Deletes what expired."""
-        with self._session() as session:
+        with self._session(session) as session:
             session.execute(
                 self._dialect.portable("DELETE FROM {mail} WHERE expires_at <= {now}"),
                 {"offset": self._dialect.clock.offset},

@@ -86,6 +86,10 @@ class Database:
         self._lock = threading.RLock()
         self._pool: pool.Pool | None = None
         self._pid = os.getpid()
+        self._in_use = self._most_in_use = 0
+        """Pooled connections: now, and the most since the last look for idle ones."""
+        self.pooled: Callable[[], None] = _nothing
+        """Called when a pooled connection is made, for somebody who closes them when they are idle."""
         self._ready = False
         self._closed = False
         self._database_id: str | None = None
@@ -135,8 +139,8 @@ class Database:
     def session(self) -> Iterator[OwnSession]:
         """A pooled connection in autocommit mode."""
         self._check_open()
-        with self.errors():
-            fairy = self._connections().connect()
+        with self.errors(), self._pool_in_use() as connections:
+            fairy = connections.connect()
             try:
                 yield self.dialect.session(fairy.dbapi_connection)
             except BaseException as error:
@@ -144,6 +148,35 @@ class Database:
                 raise
             finally:
                 fairy.close()
+
+    @contextmanager
+    def _pool_in_use(self) -> Iterator[pool.Pool]:
+        with self._lock:
+            connections = self._connections()
+            self._in_use += 1
+            self._most_in_use = max(self._most_in_use, self._in_use)
+        pid = os.getpid()
+        try:
+            yield connections
+        finally:
+            if pid == os.getpid():
+                with self._lock:
+                    self._in_use -= 1
+                    given_up = connections is not self._pool
+                if given_up:  # meanwhile, and nobody else closes what came back to it
+                    connections.dispose()
+
+    def close_idle(self) -> bool:
+        """Closes the pooled connections if more are open than were in use at once since the last call. True: none is open now."""
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                return True
+            most, self._most_in_use = self._most_in_use, self._in_use
+            if self._in_use or self._pool.checkedin() <= most:  # type: ignore[attr-defined]  # a QueuePool has it
+                return False
+            stale, self._pool = self._pool, None
+        stale.dispose()
+        return True
 
     def _discard(self, fairy: Any, error: BaseException) -> None:
         kind = self.dialect.classify(error) if not isinstance(error, QueueError) else type(error)
@@ -207,10 +240,10 @@ class Database:
     def _connections(self) -> pool.Pool:
         with self._lock:
             if self._pid != os.getpid():  # sockets of the parent: neither used nor closed here
-                self._pool, self._pid = None, os.getpid()
+                self._pool, self._pid, self._in_use, self._most_in_use = None, os.getpid(), 0, 0
             if self._pool is None:
                 self._pool = pool.QueuePool(
-                    self.dialect.connect,
+                    self._connect,
                     pool_size=self._pool_size,
                     max_overflow=0,
                     timeout=30,
@@ -218,6 +251,11 @@ class Database:
                     use_lifo=True,
                 )
             return self._pool
+
+    def _connect(self) -> Any:
+        connection = self.dialect.connect()
+        self.pooled()
+        return connection
 
     def grow_pool(self, size: int) -> None:
         """At least ``size`` connections may be open at once (D18: workers + 1 where handlers share the queue's pool)."""
@@ -310,6 +348,9 @@ class Database:
                 raise
             with self.session() as session:
                 return verb(session)
+
+
+def _nothing() -> None: ...
 
 
 def _own_options(url: sqlalchemy.URL, schema: str, prefix: str) -> tuple[sqlalchemy.URL, str, str]:

@@ -47,7 +47,7 @@ class Housekeeping:
         dialect, grace = self._dialect, round(ALIVE * 1e6)
         for queue in routing.abandoned_queues(dialect, session, grace):
             _write(session, lambda s, queue=queue: routing.delete_queue(dialect, s, queue))  # type: ignore[misc]
-            self._mail.drop(queue)
+            self._mail.drop(queue, session)
         expired = routing.expired_messages(dialect, session, EXPIRED_BATCH)
         for job_id in expired:
             _write(session, lambda s, job_id=job_id: dialect.cancel(s, job_id))  # type: ignore[misc]
@@ -55,7 +55,7 @@ class Housekeeping:
             self._sweep_at = 0.0
         _write(session, lambda s: routing.forget_dead_consumers(dialect, s, grace))
         _write(session, lambda s: routing.forget_revoked(dialect, s))
-        self._mail.prune()
+        self._mail.prune(session)
 
 
 def _write(session: OwnSession, verb: Callable[[Session], object]) -> None:

@@ -40,6 +40,7 @@ from dbqueue.errors import ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport.express import GUARD, Express
 from dbqueue.kombu_transport.housekeeping import Housekeeping
+from dbqueue.kombu_transport.idle import IdleSessions
 from dbqueue.kombu_transport.ledger import Delivery, Ledger
 from dbqueue.kombu_transport.message import rank_of
 from dbqueue.kombu_transport.options import Options
@@ -62,7 +63,9 @@ MOST_CLAIMED = 64
 MOST_LAPSES = 20
 """Leases lost in the hands of consumers, after which a message is dead: it kills whoever takes it."""
 LINGER = 2.0
-"""Seconds that the thread stays after the last connection was closed and nothing is held any more."""
+"""Seconds that the thread keeps its session when nobody consumes and nothing is held any more, and that it stays after the last
+connection was closed."""
+RESTING = 60.0
 CLOSE_PATIENCE = 5.0
 
 
@@ -110,6 +113,7 @@ class Station:
         self.database: Database = open_database(settings)
         self.dialect = self.database.dialect
         self.mail = Mail(self.database)
+        self._idle = IdleSessions(self.database)
         self.name = ids.worker_id(f"kombu@{socket.gethostname()}")
         self.lease = settings.lease_ms * 1_000
         self.ledger = Ledger(self.lease)
@@ -123,6 +127,7 @@ class Station:
         self._wake = Wake()
         self._closed = False
         self._idle_since: float | None = None
+        self._needed_at = -LINGER
         self._facts: dict[str, tuple[float, Route | None]] = {}
         self._connection = Connection(self.database, self.name, (), poll=self._poll, listen=False)
         self._upkeep = Upkeep(
@@ -233,13 +238,14 @@ class Station:
 
     def detach(self, inbox: Inbox) -> None:
         with self._lock:
-            self._channels.pop(inbox.key, None)
+            attached = self._channels.pop(inbox.key, None)
             self._backlog.pop(inbox.key, None)
             self._claim_at.pop(inbox.key, None)
             self._asked_at.pop(inbox.key, None)
             self._dry.discard(inbox.key)
-        self._changed = True
-        self.wake()
+        if attached is not None:  # who only publishes needs no thread
+            self._changed = True
+            self.wake()
 
     def news(self, key: int) -> None:
         """The channel may have something to claim: it consumes another queue, say."""
@@ -325,6 +331,7 @@ class Station:
         return self._closed
 
     def _dispose(self) -> None:
+        self._idle.close()
         self.mail.close()
         self.database.close()
         if self._alive is not None:
@@ -345,6 +352,11 @@ class Station:
         try:
             self._land()
             if now < self._not_before:
+                return False
+            if self._needed():
+                self._needed_at = now
+            elif now - self._needed_at >= LINGER:
+                self._connection.rest()
                 return False
             if self._connection.ready(self.ledger.known):
                 self._listen()
@@ -378,6 +390,10 @@ class Station:
         for express in (ended, self._express):
             if express is not None:
                 express.land()
+
+    def _needed(self) -> bool:
+        """Somebody consumes, or something is held."""
+        return bool(self._channels) or len(self.ledger) > 0
 
     def _tell(self, error: ConnectionLost) -> None:
         if not self._told:
@@ -568,9 +584,10 @@ class Station:
         if now < self._mail_at:
             return
         self._mail_at = now + (max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll)
+        session = self._connection.session
         for channel in self._inboxes():
             for queue, bindings in channel.letters() if channel.wants_letters() else ():
-                if letters := self.mail.read(queue, bindings, MOST_CLAIMED, rank_of):
+                if letters := self.mail.read(queue, bindings, MOST_CLAIMED, rank_of, session):
                     channel.put_letters(queue, letters)
                     if len(letters) >= MOST_CLAIMED:
                         self._mail_at = 0.0
@@ -579,7 +596,7 @@ class Station:
         """What somebody has to do now and then: upkeep of the jobs, consumers' rows, queues that nobody uses any more."""
         session, now = self._connection.session, time.monotonic()
         assert session is not None
-        if not self._channels and not len(self.ledger):
+        if not self._needed():
             return
         with self.database.errors():
             if self._upkeep.run(session):
@@ -594,15 +611,16 @@ class Station:
 
     def _pause(self) -> float:
         now = time.monotonic()
+        if not self._needed():
+            return LINGER / 4 if not self._users or now - self._needed_at < LINGER else RESTING
         if self._connection.session is None:
             return max(0.0, min(self._connection.next_at - now, 1.0))
         express = self._express
         hold = now + GUARD if express is not None and express.drives(now) else now
-        times = [self._connection.next_at, self.ledger.next_renewal(), max(self.ledger.next_settle(), hold)]
-        if not self._users and not len(self.ledger):
-            times.append(now + LINGER / 4)
-        if self._channels or len(self.ledger):
-            times += [self._upkeep.next_at, self._housekeeping.next_at]
+        times = [
+            self._connection.next_at, self.ledger.next_renewal(), max(self.ledger.next_settle(), hold), self._upkeep.next_at,
+            self._housekeeping.next_at,
+        ]  # fmt: skip
         for channel in self._inboxes():
             if channel.letters() and channel.wants_letters():
                 times.append(self._mail_at)

@@ -280,6 +280,13 @@ class Connection:
             with contextlib.suppress(Exception):
                 session.close()
 
+    def rest(self) -> None:
+        """Nothing is held and nothing wanted for now: closed, and made again when ``ready`` asks."""
+        if self.session is not None or self._opening is not None:
+            self.stop_listening()
+            self._close_session()
+            self._made_at = self._connect_at = 0.0
+
     def close(self) -> None:
         if self._trouble_since is not None and self.session is not None and self.answered_at > self._made_at:
             self._back(time.monotonic())  # it was about to be believed

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -65,8 +66,8 @@ class Environment:
         return home
 
 
-def environment(celery: str | None = None, kombu: str | None = None) -> Environment:
-    """The environment with these versions, made if it is missing or if pyproject.toml has changed.
+def environment(celery: str | None = None, kombu: str | None = None, *more: str) -> Environment:
+    """The environment with these versions, and ``more`` distributions beside them, made if it is missing or if pyproject.toml has changed.
 
     Without a version of Celery it is the one that runs this, or else the newest, which NEWEST asks for. Without one of Kombu it
     is the newest of the same minor version, as the two are released in pairs. Raises IndexUnreachable.
@@ -76,10 +77,11 @@ def environment(celery: str | None = None, kombu: str | None = None) -> Environm
         wanted = ["celery", f"kombu=={kombu}" if kombu else "kombu"]
     else:
         wanted = [f"celery=={celery}", f"kombu=={kombu or '.'.join(celery.split('.')[:2]) + '.*'}"]
-    wanted += _HELPERS
+    wanted += [*_HELPERS, *more]
     name = f"python-{sys.version_info.major}.{sys.version_info.minor}-celery-{celery}" + (
         f"-kombu-{kombu}" if kombu else ""
     )
+    name += "".join(f"-{re.split('[<>=]', each)[0]}" for each in more)
     folder = CACHE / name
     python, stamp = folder / "bin" / "python", folder / ".stamp"
     contents = hashlib.sha256("\n".join([*wanted, (ROOT / "pyproject.toml").read_text()]).encode()).hexdigest()

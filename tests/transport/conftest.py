@@ -49,10 +49,10 @@ def make_shop(broker_url: str, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
     """A function that makes the shop, with the given transport options."""
     made: list[Shop] = []
 
-    def make(backend: str = "", **options: Any) -> Shop:
+    def make(backend: str = "", broker_url: str = broker_url, more: str = "", **options: Any) -> Shop:
         folder = tmp_path / "shop"
         folder.mkdir()
-        made.append(Shop(folder, broker_url, options, backend))
+        made.append(Shop(folder, broker_url, options, backend, more))
         return made[-1]
 
     yield make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.waiting import wait_for
 
@@ -57,15 +60,30 @@ def fan(name):
 """
 
 
+def need_package(name: str) -> None:
+    """Skips the test without it, except in CI: it comes with the development dependencies."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a package that it lies in
+        found = None
+    if found is None:
+        if os.environ.get("CI"):
+            pytest.fail(f"the package {name} is missing")
+        pytest.skip(f"the package {name} is not installed")
+
+
 class Shop:
     """A Celery app in a folder, its workers, and what its tasks noted."""
 
-    def __init__(self, folder: Path, broker_url: str, options: dict[str, Any], backend: str = "") -> None:
+    def __init__(
+        self, folder: Path, broker_url: str, options: dict[str, Any], backend: str = "", more: str = ""
+    ) -> None:
+        """``more``: what the app's module has beside this."""
         self.folder, self.notes_file = folder, folder / "notes"
         self.broker_url = broker_url
         self.notes_file.touch()
         text = APP.format(broker=broker_url, backend=backend, options=options, notes=str(self.notes_file))
-        (folder / "shop.py").write_text(textwrap.dedent(text))
+        (folder / "shop.py").write_text(textwrap.dedent(text) + textwrap.dedent(more))
         self.workers: list[subprocess.Popen[bytes]] = []
         self.logs: list[Path] = []
 
@@ -77,22 +95,41 @@ class Shop:
 
         return shop
 
-    def celery(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def celery(self, *arguments: str, python: str = sys.executable) -> subprocess.Popen[bytes]:
+        return self.python("-W", "ignore", "-m", "celery", "-A", "shop", *arguments, python=python)
+
+    def python(self, *arguments: str, python: str = sys.executable) -> subprocess.Popen[bytes]:
         log = self.folder / f"log{len(self.logs)}"
         environment = {**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT}"}
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "celery", "-A", "shop", *arguments],
+                [python, *arguments],
                 cwd=self.folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.workers.append(process)
         self.logs.append(log)
         return process
 
-    def worker(self, *arguments: str, pool: str = "prefork", size: int = 2) -> subprocess.Popen[bytes]:
+    def log(self, process: subprocess.Popen[bytes]) -> str:
+        return self.logs[self.workers.index(process)].read_text()
+
+    def ended(self, process: subprocess.Popen[bytes], seconds: float = 60) -> str:
+        """Waits for its end, which must be a good one, and returns what it wrote."""
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        assert code == 0, f"it ended with {code}:\n{self.log(process)}"
+        return self.log(process)
+
+    def worker(
+        self, *arguments: str, pool: str = "prefork", size: int = 2, python: str = sys.executable
+    ) -> subprocess.Popen[bytes]:
         """Starts one and waits until it is ready."""
         name = f"w{len(self.workers)}@shop"
-        process = self.celery("worker", "-n", name, "-P", pool, "-c", str(size), "-l", "INFO", *arguments)
+        process = self.celery(
+            "worker", "-n", name, "-P", pool, "-c", str(size), "-l", "INFO", *arguments, python=python
+        )
         log = self.logs[-1]
         wait_for(
             lambda: f"{name} ready" in log.read_text() or process.poll() is not None,

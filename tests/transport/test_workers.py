@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dbqueue import DBQueue
-from tests.transport.shops import Shop
+from tests.transport.shops import Shop, need_package
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(180)
@@ -33,7 +33,7 @@ def ended(process: subprocess.Popen[bytes], shop: Shop, seconds: float = 60) -> 
 @pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent"])
 def test_every_pool_executes_and_ends_cleanly(make_shop: MakeShop, queue: DBQueue, pool: str) -> None:
     if pool == "gevent":
-        pytest.importorskip("gevent")
+        need_package("gevent")
     shop = make_shop()
     worker = shop.worker(pool=pool)
     for n in range(20):
