@@ -588,7 +588,9 @@ class Sqlite:
     def _spare_own(self, session: SqliteSession, now: int) -> None:
         """Before a process that holds a lock of its own settles or renews: no sweep took its claims while it could not write."""
         for worker in own_workers(self.path):
-            session.execute(self._text(SPARE_OWN), {"worker": worker, "soon": now + SPARED_BEFORE, "until": now + SPARED})
+            session.execute(
+                self._text(SPARE_OWN), {"worker": worker, "soon": now + SPARED_BEFORE, "until": now + SPARED}
+            )
 
     def _claim(self, session: SqliteSession, claim: ClaimRequest) -> list[ClaimedRow]:
         now = self.now(session)
