@@ -35,12 +35,12 @@ from tests.transport.shops import Shop
 from tests.waiting import wait_for
 
 TASKS = """
-@app.task(acks_late=True, bind=True)
+@app.task(shared=False, acks_late=True, bind=True)
 def gust(self, seconds):
     note(f"{{self.request.id}} {{os.getppid()}} {{self.request.delivery_info['redelivered']}}")
     time.sleep(seconds)
 
-@app.task
+@app.task(shared=False)
 def drop():
     pass
 """

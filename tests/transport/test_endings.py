@@ -24,20 +24,20 @@ STUBBORN = """
 import signal
 from celery.exceptions import Reject
 
-@app.task(bind=True, acks_late=True)
+@app.task(shared=False, bind=True, acks_late=True)
 def unwilling(self, times):
     note(f"unwilling {{self.request.delivery_info['redelivered']}}")
     with open({notes!r}) as file:
         if file.read().count("unwilling") <= times:
             raise Reject(requeue=True)
 
-@app.task(bind=True, acks_late=True, max_retries=None)
+@app.task(shared=False, bind=True, acks_late=True, max_retries=None)
 def persistent(self, times):
     note(f"persistent {{self.request.retries}}")
     if self.request.retries < times:
         raise self.retry(countdown=0)
 
-@app.task(acks_late=True, reject_on_worker_lost=True)
+@app.task(shared=False, acks_late=True, reject_on_worker_lost=True)
 def suicidal():
     note("suicidal")
     os.kill(os.getpid(), signal.SIGKILL)
