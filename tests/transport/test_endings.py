@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
+import kombu
 import pytest
 
 from dbqueue import DBQueue
@@ -18,6 +19,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.req("C4"), pytest.mark.timeout(180)]
 
 MakeShop = Callable[..., Shop]
+Connect = Callable[..., kombu.Connection]
 
 WAITS = "state = 0 AND ready_at IS NULL AND run_at > updated_at"
 STUBBORN = """
@@ -57,9 +59,7 @@ def shop(make_shop: MakeShop) -> Shop:
     return stubborn(make_shop)
 
 
-@pytest.mark.parametrize(
-    "pool", ["prefork", pytest.param("solo", marks=pytest.mark.soak), pytest.param("threads", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("pool", ["prefork", "solo", pytest.param("threads", marks=pytest.mark.soak)])
 def test_a_late_task_that_has_ended_is_acked_at_once(shop: Shop, queue: DBQueue, pool: str) -> None:
     """Half a second after its end its worker is killed, and that was time enough: also where the next task keeps the event loop."""
     worker = shop.worker(pool=pool, size=1)
@@ -102,6 +102,7 @@ def assert_waits(waits: dict[int, float], until: int) -> None:
         assert wait == pytest.approx(min(2 ** (attempt - REQUEUES_AT_ONCE), LONGEST_WAIT), abs=0.01)
 
 
+@pytest.mark.soak
 def test_a_message_that_is_requeued_a_hundred_times(shop: Shop, queue: DBQueue) -> None:
     """It waits longer and longer, a minute at last, and is neither lost nor dead: whoever takes it in the end has it."""
     worker = shop.worker(size=1)
@@ -114,6 +115,7 @@ def test_a_message_that_is_requeued_a_hundred_times(shop: Shop, queue: DBQueue) 
     assert worker.poll() is None
 
 
+@pytest.mark.soak
 def test_fifty_retries_without_a_limit(shop: Shop, queue: DBQueue) -> None:
     """Each is a message of its own, with the task's id, and none of them is left."""
     shop.worker(size=2)
@@ -143,10 +145,19 @@ def test_a_task_that_kills_its_children_ends_dead(make_shop: MakeShop, queue: DB
     assert worker.poll() is None
 
 
-def test_a_message_that_is_put_back_ends_dead_by_its_limit(make_shop: MakeShop, queue: DBQueue) -> None:
-    shop = stubborn(make_shop, delivery_limit=4)
-    shop.worker(size=1)
-    shop.app.unwilling.delay(100)
-    assert_waits(skip_waits(queue, 3), 3)
-    wait_for(lambda: queue.counts("shop") == {"dead": 1}, 30, "it does not end")
-    assert len(shop.notes) == 4
+@pytest.mark.parametrize("how", ["requeued", "recovered"])
+def test_a_message_that_is_put_back_ends_dead_by_its_limit(connect: Connect, queue: DBQueue, how: str) -> None:
+    channel = connect(delivery_limit=2).channel()
+    kombu.Queue("q", routing_key="q")(channel).declare()
+    kombu.Producer(channel).publish(1, routing_key="q")
+    for n in range(2):
+        assert queue.counts("q") == {"pending": 1}
+        message = channel.basic_get("q")
+        assert message.delivery_info["redelivered"] is (n > 0)
+        if how == "requeued":
+            message.requeue()
+        else:
+            channel.basic_recover(requeue=True)
+        wait_for(lambda: queue.counts("q").get("running", 0) == 0, 10)
+    assert queue.counts("q") == {"dead": 1}
+    assert queue.jobs(state="dead")[0].attempt == 2
