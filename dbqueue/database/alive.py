@@ -2,8 +2,8 @@
 
 A lease alone cannot tell there: while somebody's long transaction holds the one write lock, nobody can renew, and when it ends the
 first to come might be another worker's sweep. So a process that holds claims for long also holds a lock on a file of its own
-beside the database, which the kernel takes away with the process, and the sweep leaves a living owner's claims alone. A process
-without such a file has its lease only. Not on Windows.
+beside the database, which the kernel takes away with the process. The sweep leaves a living owner's claims alone, and the owner may
+renew and end them although their lease is over. A process without such a file has its lease only. Not on Windows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ try:
 except ImportError:  # pragma: no cover
     fcntl = None  # type: ignore[assignment]
 
-_own: set[str] = set()
-"""Files whose lock this process holds: a lock of one's own never refuses, and closing the file again would drop it."""
+_own: dict[str, str] = {}
+"""Files whose lock this process holds, and for which worker: a lock of one's own never refuses, and closing the file again would
+drop it."""
 
 
 class Alive:
@@ -33,16 +34,22 @@ class Alive:
         self._file = open(self._path, "wb")  # noqa: SIM115 - as long as the lock is held
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._pid = os.getpid()
-        _own.add(self._path)
+        _own[self._path] = worker
 
     def close(self) -> None:
         file: Any
         file, self._file = self._file, None
         if file is not None and self._pid == os.getpid():
-            _own.discard(self._path)
+            _own.pop(self._path, None)
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
             file.close()
+
+
+def own_workers(database: str) -> list[str]:
+    """The workers of this process that hold a lock for this database."""
+    folder = os.path.dirname(_path(database, ""))
+    return [worker for path, worker in tuple(_own.items()) if os.path.dirname(path) == folder]
 
 
 def is_alive(database: str, worker: str | None) -> bool:

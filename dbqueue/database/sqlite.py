@@ -26,7 +26,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 
 from dbqueue.clock import SQLITE_NOW, Clock
 from dbqueue.database import touched
-from dbqueue.database.alive import Alive, is_alive
+from dbqueue.database.alive import Alive, is_alive, own_workers
 from dbqueue.database.dialect import OwnSession, Row, Session
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
@@ -66,8 +66,10 @@ LOCK_PATIENCE = 10.0
 
 TURN_PATIENCE = 0.5
 UPKEEP_PATIENCE = 0.5
-SPARED = 5_000_000
 """Upkeep can wait for its next round; the worker that does it has leases to renew."""
+SPARED, SPARED_BEFORE = 5_000_000, 500_000
+"""Microseconds by which the claim of a living owner is prolonged, and for its owner's turn how long before its end already: a turn
+reads the clock more than once."""
 
 CHECKPOINT_CHANGES, VAIN_SHARE = 1_500, 20
 """A worker checkpoints after so many changed rows; tries that move nothing may take a twentieth of its time."""
@@ -193,6 +195,8 @@ FROM {jobs} WHERE state = 1 AND lease_until <= :now ORDER BY lease_until LIMIT :
 """
 # Its owner lives and could not write: it renews as soon as it can, and is not asked about again at every poll until then.
 SPARE = "UPDATE {jobs} SET lease_until = :until WHERE id = :id"
+# The owner itself came first: nobody took what it holds, whatever its leases say.
+SPARE_OWN = "UPDATE {jobs} SET lease_until = :until WHERE state = 1 AND lease_until <= :soon AND worker = :worker"
 EXPIRE_BACK = """
 UPDATE {jobs} SET state = :state, token = NULL, lease_until = NULL, lapses = lapses + 1, error_kind = 'crashed', error_summary = NULL,
   ready_at = CASE WHEN :state = 0 THEN :now END, updated_at = :now WHERE id = :id
@@ -570,7 +574,10 @@ class Sqlite:
         patience = min(TURN_PATIENCE, turn.lease / 4_000_000) if turn.lease else 2 * TURN_PATIENCE
         session.begin(time.monotonic() + patience)
         try:
-            result = TurnResult(now=self.now(session))
+            now = self.now(session)
+            result = TurnResult(now=now)
+            if turn.settlements or turn.renewals:
+                self._spare_own(session, now)
             if turn.settlements:
                 result.settled = self.settle(session, turn.settlements)
             if turn.renewals:
@@ -582,6 +589,13 @@ class Sqlite:
             session.rollback()
             raise
         return result
+
+    def _spare_own(self, session: SqliteSession, now: int) -> None:
+        """Before a process that holds a lock of its own settles or renews: no sweep took its claims while it could not write."""
+        for worker in own_workers(self.path):
+            session.execute(
+                self._text(SPARE_OWN), {"worker": worker, "soon": now + SPARED_BEFORE, "until": now + SPARED}
+            )
 
     def _claim(self, session: SqliteSession, claim: ClaimRequest) -> list[ClaimedRow]:
         now = self.now(session)

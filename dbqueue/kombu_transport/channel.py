@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dbqueue import routing
+from dbqueue.database.tables import ClaimedRow, Settlement
 from dbqueue.errors import ConnectionLost, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport import message as messages
@@ -142,14 +143,17 @@ class Channel(Publisher):
         self._end(delivery_tag, ends.acked)
 
     def basic_reject(self, delivery_tag: int, requeue: bool = False) -> None:
-        self._end(delivery_tag, ends.requeued if requeue else ends.rejected)
+        self._end(delivery_tag, self._requeued if requeue else ends.rejected)
 
     def basic_recover(self, requeue: bool = False) -> None:
         if not requeue:
             raise NotImplementedError("Does not support recover(requeue=False)")
         for delivery in self.station.ledger.of(self.key):
             if delivery.delivered:
-                self._end(delivery.tag, ends.requeued)
+                self._end(delivery.tag, self._requeued)
+
+    def _requeued(self, row: ClaimedRow) -> Settlement:
+        return ends.requeued(row, self.station.options.delivery_limit)
 
     def _end(self, tag: int, how: Any) -> None:
         if self.station.ledger.settle(tag, how):
@@ -215,7 +219,8 @@ class Channel(Publisher):
         return bool(self._inbox)
 
     def deliver(self) -> int:
-        """Hands over everything that has arrived; returns how many messages that were."""
+        """Hands over what has arrived; returns how many messages that were. Stops behind one whose task was executed meanwhile, as a
+        solo worker does it: its ack, and a signal to stop, must not wait in the event loop until the next one is done as well."""
         done = 0
         for _ in range(len(self._inbox)):
             with self._inbox_lock:
@@ -231,7 +236,10 @@ class Channel(Publisher):
             self.feeds_celery = self.feeds_celery or _is_celerys(consumer.callback)
             made = self._message(entry, consumer.no_ack) if isinstance(entry, Delivery) else self._letter(entry)
             if made is not None:
+                begun = _tasks_begun()
                 self._hand_over(consumer, entry, made)
+                if _tasks_begun() != begun:
+                    break
         return done
 
     def _hand_over(self, consumer: Consumer, entry: Delivery | Item, made: Any) -> None:
@@ -323,3 +331,9 @@ def _running_tasks() -> set[str]:
     """Ids of the tasks that this Celery worker has begun."""
     state = sys.modules.get("celery.worker.state")
     return set() if state is None else {request.id for request in tuple(state.active_requests)}
+
+
+def _tasks_begun() -> int:
+    """How many tasks this Celery worker has begun so far."""
+    state = sys.modules.get("celery.worker.state")
+    return 0 if state is None else int(state.all_total_count[0])

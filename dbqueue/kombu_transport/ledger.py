@@ -193,8 +193,11 @@ def left_by_close(row: ClaimedRow) -> Settlement:
     return Settlement(row.id, row.token, State.PENDING, row.queue, delay=IN_PLACE)
 
 
-def requeued(row: ClaimedRow) -> Settlement:
-    """Back in its place; from the third time on after a wait, or a message that nobody takes would keep everybody busy."""
+def requeued(row: ClaimedRow, limit: int) -> Settlement:
+    """Back in its place; from the third time on after a wait, or a message that nobody takes would keep everybody busy. Dead after
+    ``limit`` deliveries, if that is not 0."""
     times = row.attempt
+    if limit and times >= limit:
+        return rejected(row)
     wait = 0 if times <= REQUEUES_AT_ONCE else min(2 ** min(times - REQUEUES_AT_ONCE, 10), LONGEST_WAIT)
     return Settlement(row.id, row.token, State.PENDING, row.queue, delay=wait * 1_000_000 or IN_PLACE)

@@ -24,7 +24,7 @@ MOST_LEASE = 60.0
 """An inherited visibility_timeout is hours, as nothing renews it there; here it is only how long a killed worker's messages wait."""
 
 _SETTINGS = frozenset({"lease", "poll", "history", "schema", "prefix", "notify", "listen_url", "auto_migrate"})
-_OWN = _SETTINGS | {"eta_lead", "priority_order", "join"}
+_OWN = _SETTINGS | {"eta_lead", "priority_order", "join", "delivery_limit"}
 _KOMBU = frozenset(
     {
         "max_retries", "interval_start", "interval_step", "interval_max", "connect_retries_timeout", "errback", "callback",
@@ -59,6 +59,8 @@ class Options:
     """0 is the best priority, not 9."""
     join: str | None = None
     """``"django:default"``: what is published in a transaction of that alias joins it, as inside of ``using``."""
+    delivery_limit: int = 0
+    """A message that is put back after so many deliveries is dead; 0: it may be put back for ever."""
 
 
 def read(url: str, given: Mapping[str, Any], ssl_options: Any = None) -> Options:
@@ -88,6 +90,7 @@ def read(url: str, given: Mapping[str, Any], ssl_options: Any = None) -> Options
         _seconds("eta_lead", own.get("eta_lead", Options.eta_lead)),
         _order(own.get("priority_order", "amqp")),
         _join(own.get("join")),
+        _limit(own.get("delivery_limit", 0)),
     )
 
 
@@ -117,6 +120,12 @@ def _join(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value.startswith("django:") and value != "django:"):
         return value
     raise ConfigError(f"transport option join must be 'django:' and an alias of DATABASES; got {describe(value)}")
+
+
+def _limit(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1_000_000:
+        raise ConfigError(f"transport option delivery_limit must be a whole number from 0; got {describe(value)}")
+    return value
 
 
 def _seconds(name: str, value: Any) -> float:

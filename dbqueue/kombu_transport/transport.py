@@ -256,6 +256,8 @@ class Transport(virtual.Transport):
             self._reader.recv(64)
         self._rung = False
         self._deliver_all()
+        if any(channel.has_mail for channel in self.channels):
+            self._ring()
 
 
 def _patient(client: Any) -> str:

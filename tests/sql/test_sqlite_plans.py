@@ -102,6 +102,7 @@ def test_every_statement_searches_by_an_index(big: Database, name: str) -> None:
         ("PRUNE", 400 * LIMIT),
         ("ALREADY", 200),
         ("RENEW", 100),
+        ("SPARE_OWN", 100),
         ("FINISH", 100),
         ("ENQUEUE", 400),
     ],

@@ -58,6 +58,21 @@ def fill_jobs(
         )
 
 
+def copy_message(database: Database, n: int, step: float) -> None:
+    """n copies of the one message that is there, with every column as publishing wrote it, but an id and a task id of their own. Each
+    is due ``step`` seconds after the one before."""
+    same = "target, payload, queue, priority, state, ready_at, max_attempts, on_crash, created_at, updated_at, head, expires_at"
+    words = _dialect(database)
+    with database.session() as session:
+        session.execute("CREATE TEMP TABLE message AS SELECT * FROM dbqueue_jobs")
+        assert session.execute("SELECT count(*) FROM message")[0][0] == 1
+        session.execute(
+            f"INSERT INTO dbqueue_jobs (id, task_id, run_at, {same}) SELECT {words['id'].format(kind='m')}, 'copy-' || g, "
+            f"run_at + (g + 1) * {round(step * 1e6)}, {same} FROM message, ({words['series'].format(n=n)}) AS numbers"
+        )
+        session.execute("DROP TABLE message")
+
+
 def fill_history(database: Database, target: Target[Any], n: int) -> None:
     """n finished rows, the newest from now."""
     words = _dialect(database)

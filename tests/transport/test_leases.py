@@ -316,3 +316,25 @@ def test_a_long_write_transaction_takes_no_living_consumers_message(
         assert dialect._expire(session, dialect.now(session), 10) == (0, 0, 0)  # type: ignore[attr-defined]
     message.ack()
     wait_for(lambda: queue.counts("q") == {"acked": 1}, 10)
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("acked", ["meanwhile", "afterwards"])
+def test_a_consumer_that_could_not_write_for_a_lease_goes_on(connect: Connect, queue: DBQueue, acked: str) -> None:
+    """It is the first to write again, before any sweep: nobody has taken what it holds."""
+    connection = connect(lease=0.5)
+    declared(connection.default_channel)
+    publish(connection.default_channel, 1)
+    message = connection.default_channel.basic_get("q")
+    dialect = queue.database.dialect
+    with queue.database.transaction() as session:
+        until = session.execute("SELECT lease_until FROM dbqueue_jobs")[0][0]
+        if acked == "meanwhile":
+            message.ack()
+        wait_for(lambda: dialect.now(session) > until, 10)
+    if acked == "afterwards":
+        with queue.database.session() as session:
+            wait_for(lambda: session.execute("SELECT lease_until FROM dbqueue_jobs")[0][0] > until, 10)
+        message.ack()
+    wait_for(lambda: queue.counts("q") == {"acked": 1}, 10)
+    assert queue.jobs(queue="q")[0].lapses == 0

@@ -130,7 +130,8 @@ def test_options_stand_in_the_url_or_in_the_transport_options(broker_url: str) -
     ("given", "field"),
     [
         ({"lease": "long"}, "lease"), ({"lease": 0}, "lease"), ({"poll": -1}, "poll"), ({"eta_lead": "soon"}, "eta_lead"),
-        ({"eta_lead": True}, "eta_lead"), ({"priority_order": "up"}, "priority_order"),
+        ({"eta_lead": True}, "eta_lead"), ({"delivery_limit": 1.5}, "delivery_limit"), ({"delivery_limit": -1}, "delivery_limit"),
+        ({"priority_order": "up"}, "priority_order"),
         ({"visibility_timeout": "x"}, "visibility_timeout"), ({"notify": 1}, "notify"), ({"prefix": "Bad Name"}, "prefix"),
     ],
 )  # fmt: skip
