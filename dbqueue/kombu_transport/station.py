@@ -26,6 +26,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 from dbqueue import ids, routing
@@ -38,7 +40,7 @@ from dbqueue.errors import ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.kombu_transport.ledger import Delivery, Ledger
-from dbqueue.kombu_transport.message import rank_of
+from dbqueue.kombu_transport.message import NOTICE, id_of, is_control, rank_of
 from dbqueue.kombu_transport.options import Options
 from dbqueue.mail import Binding, Item, Mail, bells
 from dbqueue.queue import open_database
@@ -110,6 +112,9 @@ class Station:
         self._upkeep = Upkeep(
             self.dialect, (), poll=self._poll, lease=self.lease / 1e6, history=max(settings.history_ms / 1_000, 60.0)
         )
+        self._claimed: list[tuple[Inbox, Delivery]] = []
+        self._letters: list[tuple[Inbox, str, Item]] = []
+        """Read, and not handed over yet."""
         self._turns = 0
         self._backlog: dict[int, bool] = {}
         self._claim_at: dict[int, float] = {}
@@ -195,7 +200,10 @@ class Station:
                 delivery = self._take(row, owner, sent, result.now)
                 self.wake()  # it has a claim to renew, or an end to write
                 if delivery is not None:
-                    return delivery
+                    self._mark_revoked(session, [delivery])
+                    if not delivery.revoked:
+                        return delivery
+                    self.ledger.settle(delivery.tag, ends.acked)
         return None
 
     def attach(self, inbox: Inbox) -> None:
@@ -286,8 +294,7 @@ class Station:
         try:
             if self._connection.ready(self.ledger.known):
                 self._listen()
-                more = self._turn()
-                self._read_mail()  # after the tasks: who publishes one and asks for it at once is to see it
+                more = self._round()
                 self._house()
                 self._told, self._complaint = False, ""
                 if more:
@@ -339,6 +346,41 @@ class Station:
             self._backlog[channel.key] = True
         self._mail_at = 0.0
         self._upkeep.soon()
+
+    def _round(self) -> bool:
+        """A turn, and the letters; handed over in the order in which one process has published them: a revoke goes before a task that
+        was sent after it, and a question after a task that was sent before it. Returns whether there is more to do at once."""
+        self._letters += self._read_mail()
+        asked = any(is_control(letter.exchange) for _, _, letter in self._letters)
+        if asked:  # what was published before it is there now
+            for channel in self._inboxes():
+                self._backlog[channel.key] = True
+        try:
+            more = self._turn()
+            for _ in self._inboxes() if asked else ():
+                more = more and self._turn()  # every channel's
+        finally:
+            self._hand_over()
+        return more or bool(self._letters)
+
+    def _hand_over(self) -> None:
+        jobs, self._claimed = self._claimed, []
+        letters, self._letters = self._letters, []
+        try:
+            if jobs:  # of what was written between the look at the letters and the claim, some may be older than a job of the claim
+                youngest = max(delivery.row.id for _, delivery in jobs)
+                late = self._read_mail(control=True)
+                letters += [item for item in late if id_of(item[2]) < youngest]
+                self._letters = [item for item in late if id_of(item[2]) >= youngest]
+        finally:  # a look that failed keeps nobody waiting
+            n = 0
+            for channel, queue, letter in letters:
+                while n < len(jobs) and jobs[n][1].row.id < id_of(letter):
+                    jobs[n][0].put([jobs[n][1]])
+                    n += 1
+                channel.put_letters(queue, [letter])
+            for owner, group in groupby(jobs[n:], key=itemgetter(0)):
+                owner.put([delivery for _, delivery in group])
 
     def _turn(self) -> bool:
         """Settle, renew, claim for one channel. Returns whether there is more to do at once."""
@@ -417,8 +459,9 @@ class Station:
             self._backlog[channel.key] = True
         else:
             self._nothing(channel, now, whole=result.whole)
-        if deliveries := [delivery for delivery in taken if delivery is not None]:
-            channel.put(deliveries)
+        deliveries = [delivery for delivery in taken if delivery is not None]
+        self._mark_revoked(session, deliveries)
+        self._claimed += [(channel, delivery) for delivery in deliveries]
 
     def _nothing(self, channel: Inbox, now: float, *, whole: bool) -> None:
         self._backlog[channel.key] = False
@@ -432,6 +475,7 @@ class Station:
     def _take(self, row: ClaimedRow, owner: int, sent: float, now: int | None) -> Delivery | None:
         """None: it cannot be delivered, and its end is noted."""
         delivery = self.ledger.add(row, owner, sent)
+        delivery.revoked = row.target.startswith(NOTICE)
         if row.head is None:
             end = ends.no_message
         elif row.lapses >= MOST_LAPSES:
@@ -442,6 +486,22 @@ class Station:
             return delivery
         self.ledger.settle(delivery.tag, end)
         return None
+
+    def _mark_revoked(self, session: Session, deliveries: list[Delivery]) -> None:
+        """A task may be revoked before its message is written: a retry is, or one whose id was known. Asked after the claim, so that no
+        revoke that was there before the message is missed."""
+        task_ids = [delivery.row.task_id for delivery in deliveries if delivery.row.task_id is not None]
+        if not task_ids:
+            return
+        try:
+            with self.database.errors():
+                gone = routing.revoked_among(self.dialect, session, task_ids)
+        except BaseException:
+            for delivery in deliveries:  # nobody knows whether they may run
+                self.ledger.settle(delivery.tag, ends.handed_back)
+            raise
+        for delivery in deliveries if gone else ():
+            delivery.revoked = delivery.revoked or delivery.row.task_id in gone
 
     def _one_by_one(self, settling: list[Delivery], renewing: list[Delivery]) -> None:
         """After a refusal: every row on its own, so that a single bad one cannot stop the others."""
@@ -457,17 +517,24 @@ class Station:
                 self._exchange([], [delivery], None, None, time.monotonic())
         self._careful = False
 
-    def _read_mail(self) -> None:
-        now = time.monotonic()
-        if now < self._mail_at:
-            return
-        self._mail_at = now + (max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll)
+    def _read_mail(self, *, control: bool = False) -> list[tuple[Inbox, str, Item]]:
+        """With ``control`` only the queues of remote control, and at once."""
+        now, found = time.monotonic(), []
+        if not control:
+            if now < self._mail_at:
+                return []
+            self._mail_at = now + (
+                max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll
+            )
         for channel in self._inboxes():
             for queue, bindings in channel.letters() if channel.wants_letters() else ():
-                if letters := self.mail.read(queue, bindings, MOST_CLAIMED, rank_of):
-                    channel.put_letters(queue, letters)
-                    if len(letters) >= MOST_CLAIMED:
-                        self._mail_at = 0.0
+                if control and not any(is_control(exchange) for exchange, _, _ in bindings):
+                    continue
+                letters = self.mail.read(queue, bindings, MOST_CLAIMED, rank_of)
+                found += [(channel, queue, letter) for letter in letters]
+                if len(letters) >= MOST_CLAIMED:
+                    self._mail_at = 0.0
+        return found
 
     def _house(self) -> None:
         """What somebody has to do now and then: upkeep of the jobs, consumers' rows, queues that nobody uses any more."""

@@ -51,6 +51,10 @@ def flaky(self, name):
         raise self.retry(countdown=0.2)
 
 @app.task
+def total(numbers):
+    return sum(numbers)
+
+@app.task
 def fan(name):
     for n in range(3):
         add.delay(name, n)
