@@ -115,9 +115,7 @@ def test_a_claimed_message_is_left_to_its_worker(make_shop: MakeShop, queue: DBQ
     wait_for(lambda: [state for state, _ in ends(queue, task.id)] == ["acked"])
 
 
-def test_who_is_no_celery_worker_gets_no_revoked_message(
-    make_shop: MakeShop, queue: DBQueue, connect: Connect
-) -> None:
+def test_who_is_no_celery_worker_gets_no_revoked_message(make_shop: MakeShop, queue: DBQueue, connect: Connect) -> None:
     """Neither the notice of one that waited, nor one that was published afterwards."""
     shop = make_shop()
     first, second, kept = uuid4().hex, uuid4().hex, uuid4().hex
@@ -240,3 +238,24 @@ def test_a_revoked_task_does_not_come_back_with_its_killed_worker(make_shop: Mak
     shop.worker(size=1)
     wait_for(lambda: ends(queue, task.id) == CANCELLED, 30)
     assert shop.notes == ["start a"]
+
+
+# -- in order ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.req("C3")
+def test_remote_control_and_tasks_come_in_the_order_they_were_sent(make_shop: MakeShop, queue: DBQueue) -> None:
+    """A worker hears of a stamp before it gets a task with it that was sent a moment later; and it has the task that it is asked
+    about a moment after that was sent."""
+    shop = make_shop()
+    add, control = shop.app.add, shop.app.app.control
+    shop.worker("--prefetch-multiplier", "500", pool="solo", size=1)
+    for n in range(60):
+        control.revoke_by_stamped_headers({"mark": [n]})
+        stamped(add.si(n, n), n).delay()
+    wait_for(lambda: queue.counts("shop") == {"acked": 60}, 60)
+    assert shop.notes == []
+    inspect = control.inspect(["w0@shop"], timeout=10, limit=1)
+    for n in range(20):
+        task = add.apply_async((n, n), countdown=14)
+        assert list(inspect.query_task(task.id)["w0@shop"]) == [task.id]
