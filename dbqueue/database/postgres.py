@@ -647,12 +647,23 @@ _REFUSALS = {
     "starting up": "the server is starting up", "shutting down": "the server is shutting down",
     "not yet accepting": "the server is starting up", "in recovery mode": "the server is starting up",
     "read-only": "the server is read only", "hot standby mode is disabled": "the server is a standby that lets nobody in",
-    "password authentication failed": "wrong user or password", "no password supplied": "the URL has no password",
+    "authentication failed": "wrong user or password", "no password supplied": "the URL has no password",
     "pg_hba.conf": "the server does not let this host and user in", "does not exist": "no such user or database",
     "could not translate host name": "unknown host", "onnection refused": "nobody listens at this address",
     "timeout": "no answer in time", "timed out": "no answer in time", "No route": "no way to this host",
     "closed the connection": "the server closed it",
 }  # fmt: skip
+
+
+DENIALS = frozenset(
+    {
+        "wrong user or password",
+        "the URL has no password",
+        "the server does not let this host and user in",
+        "no such user or database",
+    }
+)
+"""Refusals that the next try will hear as well, unless somebody changes the server or the URL."""
 
 
 def refusal(error: BaseException) -> str | None:

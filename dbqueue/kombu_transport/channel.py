@@ -5,7 +5,6 @@ Messages arrive in the inbox, filled by the station's thread, and are delivered 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -110,13 +109,15 @@ class Channel(Publisher):
         else:
             self.station.detach(self)
         self._drop_from_inbox(consumer.queue)
-        with contextlib.suppress(ConnectionLost):  # its row ends with its time
+        stored = self._stored_tag(consumer_tag)
+        try:
             dialect = self.station.dialect
-            stored = self._stored_tag(consumer_tag)
             if self.station.run(lambda s: routing.remove_consumer(dialect, s, stored, consumer.queue)):
                 self.station.run(lambda s: routing.delete_queue(dialect, s, consumer.queue))
                 self.station.mail.drop(consumer.queue)
                 self.station.forget(consumer.queue)
+        except ConnectionLost:
+            self.station.orphan(stored, consumer.queue)
 
     def _drop_from_inbox(self, queue: str) -> None:
         if any(consumer.queue == queue for consumer in self._by_tag.values()):

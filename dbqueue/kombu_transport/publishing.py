@@ -25,6 +25,7 @@ from dbqueue.database.dialect import Session
 from dbqueue.database.tables import Letter, NewJob
 from dbqueue.errors import ConnectionLost, DatabaseError, EnqueueFailed, Unroutable
 from dbqueue.kombu_transport import message as messages
+from dbqueue.kombu_transport import options as configuration
 from dbqueue.kombu_transport.message import Revoke
 from dbqueue.kombu_transport.station import Station
 from dbqueue.mail import Binding, bells
@@ -146,7 +147,10 @@ class Publisher(virtual.Channel):
         name = queue or f"amq.gen-{uuid()}"
         dialect, station = self.station.dialect, self.station
         declared = self._declared(name, kwargs)
-        joins = not declared.brief
+        configuration.tell_unmet(declared.name, kwargs.get("arguments") or {})
+        # A reply's queue must be seen before the caller commits, except on SQLite, where the caller holds the one write lock, and the
+        # request is not seen before that either.
+        joins = not declared.brief or dialect.probes
         known = self._do(lambda s: routing.find_queue(dialect, s, name), write=False, joins=joins)
         if known is None:
             if passive:

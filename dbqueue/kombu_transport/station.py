@@ -34,9 +34,9 @@ from dbqueue import ids, routing
 from dbqueue.database import joined
 from dbqueue.database.alive import Alive
 from dbqueue.database.dialect import Session
-from dbqueue.database.engine import Database
+from dbqueue.database.engine import Database, denial
 from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn
-from dbqueue.errors import ConnectionLost, DatabaseBusy, QueueError
+from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.kombu_transport.ledger import Delivery, Ledger
@@ -139,9 +139,28 @@ class Station:
         return self.database.read(verb)
 
     def check(self) -> None:
-        """Raises unless the database answers, and has its tables."""
-        self._ready()
-        self.database.read(lambda session: session.execute("SELECT 1"))
+        """Raises unless the database answers, and has its tables: ConnectionLost, or ConfigError if it turned the URL down and has
+        never been reached by it. Later the same is a lost connection: a password may be changed while we run."""
+        try:
+            self._ready()
+            self.database.read(lambda session: session.execute("SELECT 1"))
+        except ConnectionLost as error:
+            reason = denial(error)
+            if reason is None or self.options in _reached:
+                raise
+            raise ConfigError(f"the broker URL {self.database.label} is turned down: {reason}. Correct it") from error
+        _reached.add(self.options)
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Consumers whose channel was closed while the database could not be reached would count as long as this process lives."""
+        for tag, queue in list(_orphans.get(self.options, {}).items()):
+            self.database.run(lambda s, tag=tag, queue=queue: routing.remove_consumer(self.dialect, s, tag, queue))  # type: ignore[misc]
+            _orphans[self.options].pop(tag, None)
+
+    def orphan(self, tag: str, queue: str) -> None:
+        """This consumer's row could not be removed."""
+        _orphans.setdefault(self.options, {})[tag] = queue
 
     def _ready(self) -> None:
         """Inside a caller's transaction nothing is created: on SQLite it may hold the one write lock."""
@@ -595,6 +614,10 @@ class Station:
 
 _stations: dict[Options, Station] = {}
 _stations_lock = threading.Lock()
+_reached: set[Options] = set()
+"""What a connection was made with once."""
+_orphans: dict[Options, dict[str, str]] = {}
+"""Consumers' rows that are to be removed: tag and queue."""
 _of_parents: list[Any] = []
 """What a fork brought along: neither used nor collected here, since closing a parent's SQLite handle drops its locks."""
 
@@ -631,6 +654,7 @@ def _after_fork() -> None:
     _stations_lock = threading.Lock()
     _of_parents.extend(_stations.values())
     _stations.clear()
+    _orphans.clear()
 
 
 def _at_exit() -> None:
