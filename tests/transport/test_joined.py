@@ -356,8 +356,6 @@ def test_the_first_request_for_a_reply_may_be_made_in_a_block(
     request = connect().channel().basic_get("shop")
     reply = {"task_id": result.id, "status": "SUCCESS", "result": 3, "traceback": None, "children": []}
     with connect().Producer() as producer:
-        producer.publish(
-            reply, routing_key=request.properties["reply_to"], correlation_id=result.id, delivery_mode=1
-        )
+        producer.publish(reply, routing_key=request.properties["reply_to"], correlation_id=result.id, delivery_mode=1)
     assert result.get(timeout=20) == 3
     request.ack()
