@@ -33,7 +33,8 @@ UNLIMITED_PREFETCH = 32
 """Messages in the inbox of a channel without a prefetch limit."""
 
 
-_places = itertools.count()
+next_place = itertools.count().__next__
+"""Numbers what arrives, over all channels of this process."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Channel(Publisher):
         with self._inbox_lock:
             open_now = not self.closed and transport is not None
             if open_now:
-                self._inbox.extend((next(_places), queue, entry) for queue, entry in entries)
+                self._inbox.extend((next_place(), queue, entry) for queue, entry in entries)
         if not open_now:
             for _, entry in entries:
                 if isinstance(entry, Delivery):

@@ -20,7 +20,7 @@ from kombu.transport import base, virtual
 from dbqueue import __version__
 from dbqueue.errors import ConnectionLost, DatabaseBusy
 from dbqueue.kombu_transport import options as configuration
-from dbqueue.kombu_transport.channel import Channel
+from dbqueue.kombu_transport.channel import Channel, next_place
 from dbqueue.kombu_transport.options import Options
 from dbqueue.kombu_transport.station import Station, enter, leave
 
@@ -185,11 +185,14 @@ class Transport(virtual.Transport):
             raise ConnectionLost(str(error)) from error
         if self._station is None:
             raise ConnectionLost("this connection is closed")
-        channels, done = list(self.channels), 0
-        for _ in range(
-            sum(channel.waiting for channel in channels)
-        ):  # not what arrives meanwhile: others want the loop too
-            done += min(channels, key=lambda channel: channel.place).deliver()
+        # Not what arrives meanwhile: others want the loop too, and what comes to a channel after it was looked at may be older than
+        # what comes to the next.
+        channels, end, done = list(self.channels), next_place(), 0
+        while channels:
+            first = min(channels, key=lambda channel: channel.place)
+            if first.place >= end:
+                break
+            done += first.deliver()
         return done
 
     # -- the event loop ----------------------------------------------------------------------------------------------
