@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dbqueue.database.dialect import OwnSession
+from dbqueue.database.dialect import Dialect, OwnSession
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Letter
 from dbqueue.database.wakeup import BELL
@@ -34,6 +34,15 @@ class Item:
     routing_key: str
     head: bytes
     payload: bytes
+
+
+def control_since(dialect: Dialect, last: int) -> tuple[str, dict[str, object]]:
+    """A statement for PostgreSQL, to be sent together with others: the last message (null: none came after ``last``), and whether
+    remote control is among those that came."""
+    text = dialect.portable(
+        "SELECT max(id), bool_or(right(exchange, 7) = '.pidbox') FROM {mail} WHERE id > :last::bigint"
+    )
+    return text, {"last": last}
 
 
 class Mail:

@@ -7,13 +7,15 @@ becoming jobs. Every function is a verb on the caller's session; the texts are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
 
 from dbqueue.database.dialect import Dialect, Session
-from dbqueue.ids import ZERO
+from dbqueue.database.tables import FINISHED_COLUMNS
+from dbqueue.ids import ZERO, as_bytes
+from dbqueue.states import Kind, State
 
 DIRECT, TOPIC, FANOUT = "direct", "topic", "fanout"
 FIRST, BATCH = 100, 5_000
@@ -381,26 +383,114 @@ def expired_messages(dialect: Dialect, session: Session, limit: int) -> list[byt
 
 
 # -- revoked tasks -----------------------------------------------------------------------------------------------------
+#
+# What was revoked is remembered for a while, whatever becomes of the messages: a task id as it is, a stamp as a JSON array of its
+# header and its value. Both stand in the column ``task_id``.
 
 
-def revoke(dialect: Dialect, session: Session, task_ids: Sequence[str], life_us: int) -> None:
-    """Remembers for ``life_us`` microseconds that these tasks are not to run, for workers that come later."""
-    for task_id in sorted(set(task_ids)):  # in one order: two callers must not wait for each other
+@dataclass(frozen=True)
+class Waiting:
+    """A message that waited in a queue when it was revoked."""
+
+    task_id: str
+    target: str
+    queue: str
+    head: bytes
+    payload: bytes
+
+
+def revoke(dialect: Dialect, session: Session, keys: Iterable[str], life_us: int) -> None:
+    """Remembers for ``life_us`` microseconds that what these task ids or stamps belong to is not to run."""
+    for key in sorted(set(keys)):  # in one order: two callers must not wait for each other
         session.execute(
             dialect.portable(
                 "INSERT INTO {revoked} (task_id, until) VALUES (:task_id, {now} + :life) "
                 "ON CONFLICT (task_id) DO UPDATE SET until = excluded.until"
             ),
-            {"task_id": task_id, "life": life_us, "offset": dialect.clock.offset},
+            {"task_id": key, "life": life_us, "offset": dialect.clock.offset},
         )
 
 
-def revoked(dialect: Dialect, session: Session) -> list[str]:
+def revoked_stamps(dialect: Dialect, session: Session) -> list[str]:
     rows = session.execute(
-        dialect.portable("SELECT task_id FROM {revoked} WHERE until > {now}"), {"offset": dialect.clock.offset}
+        dialect.portable("SELECT task_id FROM {revoked} WHERE until > {now} AND substr(task_id, 1, 1) = '['"),
+        {"offset": dialect.clock.offset},
     )
     return [str(row[0]) for row in rows]
 
 
+def some_revoked(dialect: Dialect, limit: int) -> tuple[str, dict[str, object]]:
+    """A statement, to be sent together with others: up to ``limit`` of the revoked tasks. What a claim before it could see, and was
+    revoked before it was written, is among them if they are not so many."""
+    text = dialect.portable(f"SELECT task_id FROM {{revoked}} WHERE until > {{now}} LIMIT {limit}")
+    return text, {"offset": dialect.clock.offset}
+
+
+def revoked_among(dialect: Dialect, session: Session, task_ids: Sequence[str]) -> set[str]:
+    """Which of these tasks were revoked. One small statement for what a claim brings."""
+    found: set[str] = set()
+    for first in range(0, len(task_ids), _MOST_ASKED):
+        asked = task_ids[first : first + _MOST_ASKED]
+        size = 1 << (len(asked) - 1).bit_length()  # few texts, which stay prepared
+        names = {f"t{n}": asked[min(n, len(asked) - 1)] for n in range(size)}
+        rows = session.execute(
+            dialect.portable(
+                f"SELECT task_id FROM {{revoked}} WHERE task_id IN ({', '.join(':' + name for name in names)}) AND until > {{now}}"
+            ),
+            names | {"offset": dialect.clock.offset},
+        )
+        found.update(str(row[0]) for row in rows)
+    return found
+
+
 def forget_revoked(dialect: Dialect, session: Session) -> None:
     session.execute(dialect.portable("DELETE FROM {revoked} WHERE until <= {now}"), {"offset": dialect.clock.offset})
+
+
+def waiting_messages(dialect: Dialect, session: Session, task_id: str) -> list[bytes]:
+    """Ids of the messages of this task that nobody has claimed."""
+    rows = session.execute(
+        dialect.portable("SELECT id FROM {jobs} WHERE task_id = :task_id AND state = 0 AND head IS NOT NULL"),
+        {"task_id": task_id},
+    )
+    return [as_bytes(row[0]) for row in rows]
+
+
+def waiting_heads(dialect: Dialect, session: Session, after: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+    """(id, head) of messages that nobody has claimed, in the order of their ids, from behind ``after``."""
+    rows = session.execute(
+        dialect.portable(
+            "SELECT id, head FROM {jobs} WHERE id > :after AND state = 0 AND task_id IS NOT NULL AND head IS NOT NULL "
+            f"ORDER BY id LIMIT {int(limit)}"
+        ),
+        {"after": dialect.bind_id(after)},
+    )
+    return [(as_bytes(row[0]), bytes(row[1])) for row in rows]
+
+
+def cancel_revoked(dialect: Dialect, session: Session, job_id: bytes) -> Waiting | None:
+    """Ends a waiting message as cancelled; None: it has been claimed, or has ended. A write comes first: the row is locked, and what
+    is read afterwards holds."""
+    same, now = {"id": dialect.bind_id(job_id)}, {"offset": dialect.clock.offset}
+    session.execute(
+        dialect.portable("UPDATE {jobs} SET updated_at = {now} WHERE id = :id AND state = 0 AND head IS NOT NULL"),
+        same | now,
+    )
+    if session.changed != 1:
+        return None
+    session.execute(dialect.portable(_CANCEL_REVOKED), same | now)
+    row = session.execute(
+        dialect.portable("SELECT task_id, target, queue, head, payload FROM {jobs} WHERE id = :id"), same
+    )[0]
+    session.execute(dialect.portable("DELETE FROM {jobs} WHERE id = :id"), same)
+    return Waiting(str(row[0]), str(row[1]), str(row[2]), bytes(row[3]), bytes(row[4]))
+
+
+_MOST_ASKED = 64
+_AS_IT_WAS = ", ".join(
+    name for name in FINISHED_COLUMNS if name not in ("state", "finished_at", "token", "error_kind", "error_summary")
+)
+_CANCEL_REVOKED = (
+    f"INSERT INTO {{finished}} ({_AS_IT_WAS}, error_kind, state, finished_at) "
+    f"SELECT {_AS_IT_WAS}, '{Kind.REVOKED}', {int(State.CANCELLED)}, {{now}} FROM {{jobs}} WHERE id = :id"
+)

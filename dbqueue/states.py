@@ -60,6 +60,7 @@ class Kind(str, Enum):
     REJECTED = "rejected"
     RELEASED = "released"
     EXPIRED = "expired"
+    REVOKED = "revoked"
 
     def __str__(self) -> str:
         return self.value

@@ -22,7 +22,7 @@ from dbqueue.clock import POSTGRES_NOW, SQLITE_NOW, Clock
 from dbqueue.database import migrate
 from dbqueue.database.dialect import Dialect, OwnSession, Session
 from dbqueue.database.migrate import Migration
-from dbqueue.database.postgres import Postgres, refusal
+from dbqueue.database.postgres import DENIALS, Postgres, refusal
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.database.tables import Names
 from dbqueue.database.wakeup import BELL, DataVersion, Listener, Sleeper
@@ -369,6 +369,12 @@ def _describe(error: BaseException, kind: type[QueueError]) -> str:
     first = (kind.__doc__ or "").split("``__cause__``")[0].strip().replace("\n    ", " ")
     reason = None if code or kind is not ConnectionLost else refusal(error)
     return f"{first} ({type(error).__name__}{f' {code}' if code else ''}{f': {reason}' if reason else ''})"
+
+
+def denial(error: ConnectionLost) -> str | None:
+    """Why the server turned down who asked, in words of ours; None: it did not, or not in words that are known."""
+    reason = None if error.__cause__ is None else refusal(error.__cause__)
+    return reason if reason in DENIALS else None
 
 
 def _roll_back(session: OwnSession) -> None:

@@ -442,10 +442,13 @@ class Postgres:
         no BEGIN and no COMMIT to send. The claim stays last: nothing but the commit follows the locks that it takes."""
         return self.land(self.launch(session, turn))
 
-    def launch(self, session: OwnSession, turn: Turn) -> TurnInFlight:
-        """The first half of ``turn``: sends it, and does not wait. Nothing else may use the session until it has landed."""
+    def launch(
+        self, session: OwnSession, turn: Turn, more: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    ) -> TurnInFlight:
+        """The first half of ``turn``: sends it, and does not wait. Nothing else may use the session until it has landed. ``more``:
+        statements that read, to be answered in the same round trip (``TurnResult.more``)."""
         assert isinstance(session, PostgresSession)
-        steps = self._steps(session, turn)
+        steps = [*self._steps(session, turn), *(("more", text, dict(params)) for text, params in more)]
         began = time.monotonic()
         return TurnInFlight(
             session, turn, steps, began, session.launch(*((statement, params) for _, statement, params in steps))
@@ -470,6 +473,8 @@ class Postgres:
                 )
             elif what == "renew":
                 result.renewed = _in_order(turn.renewals, rows)
+            elif what == "more":
+                result.more.append(rows)
             elif what in ("sweep", "marked"):
                 assert turn.claim is not None
                 self._claimed(session.marks, turn.claim, rows, result)
@@ -707,12 +712,23 @@ _REFUSALS = {
     "starting up": "the server is starting up", "shutting down": "the server is shutting down",
     "not yet accepting": "the server is starting up", "in recovery mode": "the server is starting up",
     "read-only": "the server is read only", "hot standby mode is disabled": "the server is a standby that lets nobody in",
-    "password authentication failed": "wrong user or password", "no password supplied": "the URL has no password",
+    "authentication failed": "wrong user or password", "no password supplied": "the URL has no password",
     "pg_hba.conf": "the server does not let this host and user in", "does not exist": "no such user or database",
     "could not translate host name": "unknown host", "onnection refused": "nobody listens at this address",
     "timeout": "no answer in time", "timed out": "no answer in time", "No route": "no way to this host",
     "closed the connection": "the server closed it",
 }  # fmt: skip
+
+
+DENIALS = frozenset(
+    {
+        "wrong user or password",
+        "the URL has no password",
+        "the server does not let this host and user in",
+        "no such user or database",
+    }
+)
+"""Refusals that the next try will hear as well, unless somebody changes the server or the URL."""
 
 
 def refusal(error: BaseException) -> str | None:

@@ -7,9 +7,11 @@ every database runs alike, which ``views`` writes in Core and compiles once per 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from msgspec import Struct
 from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, SmallInteger, Table, Text
@@ -243,6 +245,8 @@ class TurnResult:
     whole: bool = True
     """The claim looked everywhere. False: only beyond the low-water marks, so finding little does not mean that little is there."""
     now: int | None = None
+    more: list[list[Sequence[Any]]] = field(default_factory=list)
+    """The rows of what was read in the same round trip."""
 
 
 @dataclass(frozen=True)

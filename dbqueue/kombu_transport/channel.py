@@ -5,8 +5,9 @@ Messages arrive in the inbox, filled by the station's thread, and are delivered 
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
+import math
 import sys
 import threading
 from collections import deque
@@ -33,6 +34,10 @@ UNLIMITED_PREFETCH = 32
 """Messages in the inbox of a channel without a prefetch limit."""
 
 
+next_place = itertools.count().__next__
+"""Numbers what arrives, over all channels of this process."""
+
+
 @dataclass(frozen=True)
 class Consumer:
     tag: str
@@ -53,7 +58,7 @@ class Channel(Publisher):
         self._by_tag: dict[str, Consumer] = {}
         self._queues: tuple[str, ...] = ()
         self.brief = False
-        self._inbox: deque[tuple[str, Delivery | Item]] = deque()
+        self._inbox: deque[tuple[int, str, Delivery | Item]] = deque()
         self._inbox_lock = threading.Lock()
 
     # -- consuming ---------------------------------------------------------------------------------------------------
@@ -69,15 +74,22 @@ class Channel(Publisher):
         )
         self._by_tag[consumer_tag] = self._consumer(consumer_tag, queue, bool(no_ack), callback)
         self._note_queues()
-        self._learn_revoked()
+        self._learn_stamps()
         self._consumers.add(consumer_tag)
         station.attach(self)
 
-    def _learn_revoked(self) -> None:
-        """A Celery worker knows from the start what was revoked before it was there; it does the rest."""
+    def _learn_stamps(self) -> None:
+        """A Celery worker knows from the start which stamps were revoked before it was there; it does the rest. Revoked ids it is
+        told when a message with one comes."""
         state = sys.modules.get("celery.worker.state")
-        if state is not None and any(not consumer.brief for consumer in self._by_tag.values()):
-            state.revoked.update(self.station.read(lambda s: routing.revoked(self.station.dialect, s)))
+        if state is None or all(consumer.brief for consumer in self._by_tag.values()):
+            return
+        for stamp in self.station.read(lambda s: routing.revoked_stamps(self.station.dialect, s)):
+            header, value = messages.stamp_of(stamp)
+            known = state.revoked_stamps.get(header) or []
+            known = known if isinstance(known, list) else [known]
+            if value not in known:
+                state.revoked_stamps[header] = [*known, value]
 
     def _consumer(self, tag: str, queue: str, no_ack: bool, callback: Any) -> Consumer:
         route = self.station.facts(queue)
@@ -103,20 +115,22 @@ class Channel(Publisher):
         else:
             self.station.detach(self)
         self._drop_from_inbox(consumer.queue)
-        with contextlib.suppress(ConnectionLost):  # its row ends with its time
+        stored = self._stored_tag(consumer_tag)
+        try:
             dialect = self.station.dialect
-            stored = self._stored_tag(consumer_tag)
             if self.station.run(lambda s: routing.remove_consumer(dialect, s, stored, consumer.queue)):
                 self.station.run(lambda s: routing.delete_queue(dialect, s, consumer.queue))
                 self.station.mail.drop(consumer.queue)
                 self.station.forget(consumer.queue)
+        except ConnectionLost:
+            self.station.orphan(stored, consumer.queue)
 
     def _drop_from_inbox(self, queue: str) -> None:
         if any(consumer.queue == queue for consumer in self._by_tag.values()):
             return
         with self._inbox_lock:
-            gone = [entry for name, entry in self._inbox if name == queue]
-            self._inbox = deque((name, entry) for name, entry in self._inbox if name != queue)
+            gone = [entry for _, name, entry in self._inbox if name == queue]
+            self._inbox = deque(arrived for arrived in self._inbox if arrived[1] != queue)
         for entry in gone:
             if isinstance(entry, Delivery):
                 self._end(entry.tag, ends.handed_back)
@@ -199,7 +213,7 @@ class Channel(Publisher):
         with self._inbox_lock:
             open_now = not self.closed and transport is not None
             if open_now:
-                self._inbox.extend(entries)
+                self._inbox.extend((next_place(), queue, entry) for queue, entry in entries)
         if not open_now:
             for _, entry in entries:
                 if isinstance(entry, Delivery):
@@ -215,32 +229,37 @@ class Channel(Publisher):
     # -- delivering: on the thread that drains -----------------------------------------------------------------------
 
     @property
-    def has_mail(self) -> bool:
-        return bool(self._inbox)
+    def waiting(self) -> int:
+        return len(self._inbox)
+
+    @property
+    def place(self) -> float:
+        """Of its oldest entry among all that this process was sent; infinite: it has none."""
+        with self._inbox_lock:
+            return self._inbox[0][0] if self._inbox else math.inf
 
     def deliver(self) -> int:
-        """Hands over what has arrived; returns how many messages that were. Stops behind one whose task was executed meanwhile, as a
-        solo worker does it: its ack, and a signal to stop, must not wait in the event loop until the next one is done as well."""
-        done = 0
-        for _ in range(len(self._inbox)):
-            with self._inbox_lock:
-                if not self._inbox:
-                    break
-                queue, entry = self._inbox.popleft()
-            consumer = next((c for c in self._by_tag.values() if c.queue == queue), None)
-            if consumer is None or (isinstance(entry, Delivery) and entry.lost):
-                if isinstance(entry, Delivery):
-                    self._end(entry.tag, ends.handed_back)
-                continue
-            done += 1
-            self.feeds_celery = self.feeds_celery or _is_celerys(consumer.callback)
-            made = self._message(entry, consumer.no_ack) if isinstance(entry, Delivery) else self._letter(entry)
-            if made is not None:
-                begun = _tasks_begun()
-                self._hand_over(consumer, entry, made)
-                if _tasks_begun() != begun:
-                    break
-        return done
+        """Hands over what arrived first; returns how many messages that were."""
+        with self._inbox_lock:
+            if not self._inbox:
+                return 0
+            _, queue, entry = self._inbox.popleft()
+        consumer = next((c for c in self._by_tag.values() if c.queue == queue), None)
+        if consumer is None or (isinstance(entry, Delivery) and entry.lost):
+            if isinstance(entry, Delivery):
+                self._end(entry.tag, ends.handed_back)
+            return 0
+        celerys = _is_celerys(consumer.callback)
+        self.feeds_celery = self.feeds_celery or celerys
+        if isinstance(entry, Delivery) and entry.revoked:
+            if not celerys:
+                self._end(entry.tag, ends.acked)
+                return 0
+            _tell_revoked(entry)
+        made = self._message(entry, consumer.no_ack) if isinstance(entry, Delivery) else self._letter(entry)
+        if made is not None:
+            self._hand_over(consumer, entry, made)
+        return 1
 
     def _hand_over(self, consumer: Consumer, entry: Delivery | Item, made: Any) -> None:
         """What a Celery worker stumbles over (a body of another shape, say) would end it, be handed back, and end the next one: such a
@@ -327,13 +346,21 @@ def _is_celerys(callback: Any) -> bool:
     return str(getattr(handler, "__module__", "")).startswith("celery.worker.")
 
 
+def _tell_revoked(delivery: Delivery) -> None:
+    """A Celery worker ends a task that it knows as revoked as such: result, chord, event."""
+    assert delivery.row.head is not None
+    task_id = delivery.row.task_id or messages.task_id_of(delivery.row.head)
+    if task_id is not None:
+        sys.modules["celery.worker.state"].revoked.add(task_id)
+
+
 def _running_tasks() -> set[str]:
     """Ids of the tasks that this Celery worker has begun."""
     state = sys.modules.get("celery.worker.state")
     return set() if state is None else {request.id for request in tuple(state.active_requests)}
 
 
-def _tasks_begun() -> int:
+def tasks_begun() -> int:
     """How many tasks this Celery worker has begun so far."""
     state = sys.modules.get("celery.worker.state")
     return 0 if state is None else int(state.all_total_count[0])

@@ -93,8 +93,9 @@ class Express:
             if self._flying is None and self._error is None and session is not None:
                 request = station.next_request(time.monotonic())
                 if request is not None:
+                    looks = station.looks() if request.turn.claim is not None else ()
                     with station.database.errors():
-                        self._flying = Flying(request, self._dialect.launch(session, request.turn))
+                        self._flying = Flying(request, self._dialect.launch(session, request.turn, looks))
                     self._watch(session.connection.fileno())
         except Exception as error:
             self._fail(error)
@@ -128,6 +129,8 @@ class Express:
         with self._station.database.errors():
             result: TurnResult = self._dialect.land(flying.sent)
         self._station.answered(flying.request, result)
+        if result.claimed and self.here:
+            self._station.hand_over(result)
 
     def _fail(self, error: Exception) -> None:
         """Told to the station's thread, which knows what to do about it."""

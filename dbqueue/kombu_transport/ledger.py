@@ -36,6 +36,8 @@ class Delivery:
     settle_at: float = 0.0
     pause: float = 0.0
     lost: bool = False
+    revoked: bool = False
+    """Its task is not to run: who takes it only tells so."""
 
     @property
     def held(self) -> Held:
@@ -92,6 +94,8 @@ class Ledger:
             if delivery is None or delivery.settlement is not None:
                 return False
             self._held[delivery.owner] -= 1
+            if delivery.revoked and decide in (acked, rejected):
+                decide = revoked
             delivery.settlement = decide(delivery.row)
             if delivery.lost:
                 del self._open[tag]
@@ -173,6 +177,13 @@ def rejected(row: ClaimedRow) -> Settlement:
 
 def expired(row: ClaimedRow) -> Settlement:
     return Settlement(row.id, row.token, State.CANCELLED, row.queue, Kind.EXPIRED)
+
+
+def revoked(row: ClaimedRow) -> Settlement:
+    """A notice has no task id, and its task's record has ended before."""
+    if row.task_id is None:
+        return acked(row)
+    return Settlement(row.id, row.token, State.CANCELLED, row.queue, Kind.REVOKED)
 
 
 def crashed_too_often(row: ClaimedRow) -> Settlement:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from kombu.exceptions import SerializationError
+from kombu.serialization import loads as decode
 from kombu.utils.json import dumps, loads
 
 from dbqueue import clock, ids
 from dbqueue.database.tables import BEST_PRIORITY, NewJob
 from dbqueue.mail import Item
+from dbqueue.routing import Waiting
 from dbqueue.settings import MAX_NAME, RESERVED_PREFIX
 
 TARGET = f"{RESERVED_PREFIX}message"
+NOTICE = f"{RESERVED_PREFIX}revoked"
 UNLIMITED = 2**31 - 1
 """Attempts of a message: a requeue after a start counts one, but never ends it."""
 TRANSIENT = 1
@@ -26,13 +33,13 @@ AMQP_PROPERTIES = frozenset(
 )  # fmt: skip
 
 
-def head_of(message: dict[str, Any], exchange: str, routing_key: str) -> bytes:
+def head_of(message: dict[str, Any], exchange: str, routing_key: str, **more: Any) -> bytes:
     """Raises TypeError for headers that JSON cannot hold. Of properties that it cannot hold only AMQP's own are kept, as AMQP does:
     whatever a caller hands to ``publish`` becomes one."""
     properties = {name: value for name, value in message["properties"].items() if name != "delivery_info"}
     head = {
         "type": message.get("content-type"), "encoding": message.get("content-encoding"), "headers": message.get("headers") or {},
-        "properties": properties, "exchange": exchange, "routing_key": routing_key,
+        "properties": properties, "exchange": exchange, "routing_key": routing_key, **more,
     }  # fmt: skip
     try:
         return dumps(head).encode()
@@ -82,19 +89,95 @@ def stored_priority(message: dict[str, Any], *, redis: bool) -> int:
     return priority if redis else BEST_PRIORITY - priority
 
 
-def revoked_by(body: bytes) -> list[str]:
-    """The task ids of a broadcast ``revoke``; none for every other body, and for one that is meant for some workers only."""
-    if b'"revoke"' not in body:
-        return []
+def is_control(exchange: str) -> bool:
+    """Whether remote control goes through it."""
+    return exchange.endswith(".pidbox") and not exchange.startswith("reply.")
+
+
+@dataclass(frozen=True)
+class Revoke:
+    """What a broadcast revokes: tasks by their ids, or all that carry one of these stamps (header and value)."""
+
+    task_ids: frozenset[str] = frozenset()
+    stamps: frozenset[str] = frozenset()
+    """Each as ``stamp`` writes it."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return self.task_ids | self.stamps
+
+
+def revoked_by(message: dict[str, Any]) -> Revoke | None:
+    """What Celery's ``control.revoke``, ``terminate`` or ``revoke_by_stamped_headers`` says to all workers; None for every other
+    message, and for one that is meant for some workers only."""
+    body = body_of(message)
+    if b"revoke" not in body and b"terminate" not in body:
+        return None
+    kind = message.get("content-type")
+    try:  # this process has just written it, whatever the serializer
+        told = decode(body, kind, message.get("content-encoding") or "utf-8", accept=[kind])
+        if told.get("destination") or told.get("pattern"):
+            return None
+        arguments = told["arguments"]
+        if told["method"] in ("revoke", "terminate"):
+            task_ids = _several(arguments["task_id"])
+            return Revoke(task_ids=frozenset(task_id for task_id in task_ids if isinstance(task_id, str)))
+        if told["method"] == "revoke_by_stamped_headers":
+            headers = arguments["headers"]
+            if not isinstance(headers, dict):  # as the command line sends them
+                headers = dict(pair.split("=", 1) for pair in headers)
+            return Revoke(stamps=frozenset(stamps_of(headers)))
+    except (SerializationError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    return None
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+
+
+def stamps_of(headers: dict[str, Any]) -> Iterator[str]:
+    """Each header with each of its values, as JSON."""
+    for header, values in headers.items():
+        for value in _several(values):
+            with suppress(TypeError):
+                yield dumps([header, value])
+
+
+def stamp_of(key: str) -> tuple[str, Any]:
+    header, value = loads(key)
+    return header, value
+
+
+def stamps_in(head: bytes) -> frozenset[str]:
+    """The stamps that a task's message carries."""
+    if b'"stamps": {"' not in head:
+        return frozenset()
     try:
-        told = loads(body.decode())
-        if told.get("method") != "revoke" or told.get("destination"):
-            return []
-        ids_given = told["arguments"]["task_id"]
+        return frozenset(stamps_of(loads(head.decode())["headers"]["stamps"]))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-    given = ids_given if isinstance(ids_given, (list, tuple)) else [ids_given]
-    return [task_id for task_id in given if isinstance(task_id, str)]
+        return frozenset()
+
+
+def task_id_of(head: bytes) -> str | None:
+    try:
+        task_id = loads(head.decode())["headers"]["id"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return task_id if isinstance(task_id, str) else None
+
+
+def notice_of(waiting: Waiting) -> NewJob:
+    """The message of a task that ended cancelled, for a worker to tell it: the result is stored, a chord hears of it, an event is
+    sent. No worker executes it, and it carries no task id: the record of the task is the cancelled one."""
+    return NewJob(
+        id=ids.new_id(),
+        target=f"{NOTICE}{waiting.target.removeprefix(TARGET)}"[:MAX_NAME],
+        queue=waiting.queue,
+        payload=waiting.payload,
+        max_attempts=UNLIMITED,
+        head=waiting.head,
+    )
 
 
 def rank_of(letter: Item) -> int:
@@ -103,6 +186,14 @@ def rank_of(letter: Item) -> int:
         return stored_priority(loads(letter.head.decode()), redis=False)
     except (ValueError, KeyError, TypeError, AttributeError):
         return BEST_PRIORITY
+
+
+def id_of(letter: Item) -> bytes:
+    """Its place in time among all that the same process has published; what has none comes first."""
+    try:
+        return bytes.fromhex(loads(letter.head.decode())["id"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ids.ZERO
 
 
 def job_of(

@@ -45,6 +45,10 @@ _FOREIGN = frozenset(
         "isolation_level", "connect_args", "queue_tablename", "message_tablename",
     }
 )  # fmt: skip
+# What a queue may be declared with and does not get here.
+_UNMET = frozenset(
+    {"x-max-length", "x-max-length-bytes", "x-overflow", "x-dead-letter-exchange", "x-dead-letter-routing-key"}
+)
 _told: set[str] = set()
 
 
@@ -92,6 +96,12 @@ def read(url: str, given: Mapping[str, Any], ssl_options: Any = None) -> Options
         _join(own.get("join")),
         _limit(own.get("delivery_limit", 0)),
     )
+
+
+def tell_unmet(queue: str, arguments: Mapping[str, Any]) -> None:
+    """Once for each queue and argument: it was declared with something that has no effect, and somebody may count on it."""
+    for name in sorted(_UNMET & arguments.keys()):
+        _tell(f"unmet:{queue}:{name}", "the queue %r is declared with %s, which has no effect here", queue, name)
 
 
 def _lease(own: dict[str, Any], given: Mapping[str, Any]) -> Any:

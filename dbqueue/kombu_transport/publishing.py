@@ -19,12 +19,14 @@ from kombu.transport.virtual.exchange import STANDARD_EXCHANGE_TYPES
 from kombu.utils.json import dumps
 from kombu.utils.uuid import uuid
 
-from dbqueue import routing
+from dbqueue import ids, routing
 from dbqueue.database import joined
 from dbqueue.database.dialect import Session
 from dbqueue.database.tables import Letter, NewJob
 from dbqueue.errors import ConnectionLost, DatabaseError, EnqueueFailed, Unroutable
 from dbqueue.kombu_transport import message as messages
+from dbqueue.kombu_transport import options as configuration
+from dbqueue.kombu_transport.message import Revoke
 from dbqueue.kombu_transport.station import Station
 from dbqueue.mail import Binding, bells
 from dbqueue.routing import Exchange, Queue, Route
@@ -39,6 +41,7 @@ COUNTED = 1_000
 """A declaration that is not passive, as each producer makes it, counts no further, and only what is ready: its caller does not look."""
 REVOKED_FOR = 3 * 3_600.0
 """Seconds for which a revoked task is remembered: as long as Celery's workers do."""
+HEADS_AT_ONCE = 1_000
 LETTER_LIFE = 300.0
 """Seconds that a short-lived message is kept at most."""
 
@@ -144,7 +147,10 @@ class Publisher(virtual.Channel):
         name = queue or f"amq.gen-{uuid()}"
         dialect, station = self.station.dialect, self.station
         declared = self._declared(name, kwargs)
-        joins = not declared.brief
+        configuration.tell_unmet(declared.name, kwargs.get("arguments") or {})
+        # A reply's queue must be seen before the caller commits, except on SQLite, where the caller holds the one write lock, and the
+        # request is not seen before that either.
+        joins = not declared.brief or dialect.probes
         known = self._do(lambda s: routing.find_queue(dialect, s, name), write=False, joins=joins)
         if known is None:
             if passive:
@@ -328,7 +334,8 @@ class Publisher(virtual.Channel):
         self, message: dict[str, Any], exchange: str, routing_key: str, found: list[Route], *, transient: bool,
         block: joined.Block | None,
     ) -> None:  # fmt: skip
-        head = messages.head_of(message, exchange, routing_key)
+        if messages.is_control(exchange) and (revoke := messages.revoked_by(message)):
+            self._revoke(revoke)
         body = messages.body_of(message)
         brief = [route for route in found if route.takes_letter(transient=transient)]
         jobs = self._jobs(message, exchange, routing_key, [route for route in found if route not in brief])
@@ -336,18 +343,44 @@ class Publisher(virtual.Channel):
             self._join(block, jobs)
         elif jobs:
             self.station.write(jobs)
-        if brief or not found:
-            self._remember_revoked(exchange, body)
         if brief:
             ttls = [ttl for ttl in (messages.ttl_us(message), *(_us(route) for route in brief)) if ttl is not None]
             ttl = min([*ttls, round(LETTER_LIFE * 1e6)])
+            head = messages.head_of(message, exchange, routing_key, id=ids.new_id().hex())
             self.station.mail.post(Letter(exchange, routing_key, head, body, ttl, bells(exchange, routing_key)))
 
-    def _remember_revoked(self, exchange: str, body: bytes) -> None:
-        """Celery's ``control.revoke(...)`` to all workers is kept for those that are not there now, and written before they hear it."""
-        if exchange.endswith(".pidbox") and (task_ids := messages.revoked_by(body)):
-            dialect = self.station.dialect
-            self._do(lambda s: routing.revoke(dialect, s, task_ids, round(REVOKED_FOR * 1e6)), write=True, joins=False)
+    def _revoke(self, revoke: Revoke) -> None:
+        """Written before any worker hears of it, so that it holds for those that are not there now, and for later retries: what waits
+        ends as cancelled, with a notice for a worker to tell it; what runs is the workers' affair."""
+        dialect = self.station.dialect
+        stamped = self._waiting_with(revoke.stamps) if revoke.stamps else []
+
+        def verb(session: Session) -> None:
+            routing.revoke(dialect, session, revoke.keys, round(REVOKED_FOR * 1e6))
+            found = [
+                job
+                for task_id in sorted(revoke.task_ids)
+                for job in routing.waiting_messages(dialect, session, task_id)
+            ]
+            for job_id in found + stamped:
+                if waiting := routing.cancel_revoked(dialect, session, job_id):
+                    dialect.enqueue(session, messages.notice_of(waiting))
+
+        self._do(verb, write=True, joins=False)
+
+    def _waiting_with(self, stamps: frozenset[str]) -> list[bytes]:
+        """Ids of waiting messages that carry one of the stamps. All are read, for there is no index of what is in a head; before the
+        transaction, since on SQLite that would hold up every writer."""
+        found: list[bytes] = []
+        after, dialect = ids.ZERO, self.station.dialect
+
+        def look(session: Session) -> list[tuple[bytes, bytes]]:
+            return routing.waiting_heads(dialect, session, after, HEADS_AT_ONCE)
+
+        while heads := self.station.read(look):
+            found += [job_id for job_id, head in heads if stamps & messages.stamps_in(head)]
+            after = heads[-1][0]
+        return found
 
     def _join(self, block: joined.Block, jobs: list[NewJob]) -> None:
         database = self.station.database

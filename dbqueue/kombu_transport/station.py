@@ -27,24 +27,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 from dbqueue import ids, routing
 from dbqueue.database import joined
 from dbqueue.database.alive import Alive
 from dbqueue.database.dialect import OwnSession, Session
-from dbqueue.database.engine import Database
+from dbqueue.database.engine import Database, denial
 from dbqueue.database.postgres import Postgres
 from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn, TurnResult
-from dbqueue.errors import ConnectionLost, DatabaseBusy, QueueError
+from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport.express import GUARD, Express
 from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.kombu_transport.idle import IdleSessions
 from dbqueue.kombu_transport.ledger import Delivery, Ledger
-from dbqueue.kombu_transport.message import rank_of
+from dbqueue.kombu_transport.message import NOTICE, id_of, is_control, rank_of
 from dbqueue.kombu_transport.options import Options
-from dbqueue.mail import Binding, Item, Mail, bells
+from dbqueue.mail import Binding, Item, Mail, bells, control_since
 from dbqueue.queue import open_database
 from dbqueue.routing import Route
 from dbqueue.runtime.connection import CLAIM_ANYWAY, SWEEP_PAUSE, Connection
@@ -62,6 +64,8 @@ GATHER = 0.001
 MOST_CLAIMED = 64
 MOST_LAPSES = 20
 """Leases lost in the hands of consumers, after which a message is dead: it kills whoever takes it."""
+SOME_REVOKED = 100
+"""Revoked tasks that are read with each claim; when there are more, each claim asks for its own."""
 LINGER = 2.0
 """Seconds that the thread keeps its session when nobody consumes and nothing is held any more, and that it stays after the last
 connection was closed."""
@@ -133,6 +137,9 @@ class Station:
         self._upkeep = Upkeep(
             self.dialect, (), poll=self._poll, lease=self.lease / 1e6, history=max(settings.history_ms / 1_000, 60.0)
         )
+        self._claimed: list[tuple[Inbox, Delivery]] = []
+        self._letters: list[tuple[Inbox, str, Item]] = []
+        """Read, and not handed over yet."""
         self._turns = 0
         self._backlog: dict[int, bool] = {}
         self._claim_at: dict[int, float] = {}
@@ -151,6 +158,10 @@ class Station:
         self._ended: Express | None = None
         """One that drives no more, and may have left a turn in the air."""
         self._sleeps_until = NEVER
+        self._gathers_since: float | None = None
+        """Since when the event loop lets acks pile up."""
+        self._seen = 0
+        """The last short-lived message that the event loop knows of."""
         self._dry: set[int] = set()
         """Channels for which the event loop found nothing."""
 
@@ -166,9 +177,28 @@ class Station:
         return self.database.read(verb)
 
     def check(self) -> None:
-        """Raises unless the database answers, and has its tables."""
-        self._ready()
-        self.database.read(lambda session: session.execute("SELECT 1"))
+        """Raises unless the database answers, and has its tables: ConnectionLost, or ConfigError if it turned the URL down and has
+        never been reached by it. Later the same is a lost connection: a password may be changed while we run."""
+        try:
+            self._ready()
+            self.database.read(lambda session: session.execute("SELECT 1"))
+        except ConnectionLost as error:
+            reason = denial(error)
+            if reason is None or self.options in _reached:
+                raise
+            raise ConfigError(f"the broker URL {self.database.label} is turned down: {reason}. Correct it") from error
+        _reached.add(self.options)
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Consumers whose channel was closed while the database could not be reached would count as long as this process lives."""
+        for tag, queue in list(_orphans.get(self.options, {}).items()):
+            self.database.run(lambda s, tag=tag, queue=queue: routing.remove_consumer(self.dialect, s, tag, queue))  # type: ignore[misc]
+            _orphans[self.options].pop(tag, None)
+
+    def orphan(self, tag: str, queue: str) -> None:
+        """This consumer's row could not be removed."""
+        _orphans.setdefault(self.options, {})[tag] = queue
 
     def _ready(self) -> None:
         """Inside a caller's transaction nothing is created: on SQLite it may hold the one write lock."""
@@ -227,7 +257,10 @@ class Station:
                 delivery = self._take(row, owner, sent, result.now)
                 self.wake()  # it has a claim to renew, or an end to write
                 if delivery is not None:
-                    return delivery
+                    self._ask_revoked(session, [delivery])
+                    if not delivery.revoked:
+                        return delivery
+                    self.ledger.settle(delivery.tag, ends.acked)
         return None
 
     def attach(self, inbox: Inbox) -> None:
@@ -362,8 +395,7 @@ class Station:
                 self._listen()
                 while self._dry:
                     self._nothing(self._dry.pop(), now)
-                more = self._turn()
-                self._read_mail()  # after the tasks: who publishes one and asks for it at once is to see it
+                more = self._round()
                 self._house()
                 self._told, self._complaint = False, ""
                 return more
@@ -426,10 +458,54 @@ class Station:
         self._mail_at = 0.0
         self._upkeep.soon()
 
-    def _turn(self) -> bool:
-        """Settle, renew, claim for one channel. Returns whether there is more to do at once."""
+    def _round(self) -> bool:
+        """A turn, and the letters; handed over in the order in which one process has published them: a revoke goes before a task that
+        was sent after it, and a question after a task that was sent before it. Returns whether there is more to do at once."""
+        self._letters += self._read_mail()
+        asked = any(is_control(letter.exchange) for _, _, letter in self._letters)
+        if asked:  # what was published before it is there now
+            for channel in self._inboxes():
+                self._backlog[channel.key] = True
+        try:
+            more = self._turn(asked=asked)
+            for _ in self._inboxes() if asked else ():
+                more = more and self._turn(asked=asked)  # every channel's
+        finally:
+            self._hand_over()
+        return more or bool(self._letters)
+
+    def hand_over(self, result: TurnResult) -> None:
+        """On the event loop's thread: what it claimed, at once."""
+        last, asked = result.more[1][0]
+        self._seen = last or self._seen
+        self._hand_over(look=bool(asked))
+
+    def _hand_over(self, *, look: bool = True) -> None:
+        jobs, self._claimed = self._claimed, []
+        letters, self._letters = self._letters, []
+        try:
+            if (
+                jobs and look
+            ):  # of what was written between the look at the letters and the claim, some may be older than a job of the claim
+                youngest = max(delivery.row.id for _, delivery in jobs)
+                late = self._read_mail(control=True)
+                letters += [item for item in late if id_of(item[2]) < youngest]
+                self._letters = [item for item in late if id_of(item[2]) >= youngest]
+        finally:  # a look that failed keeps nobody waiting
+            n = 0
+            for channel, queue, letter in letters:
+                while n < len(jobs) and jobs[n][1].row.id < id_of(letter):
+                    jobs[n][0].put([jobs[n][1]])
+                    n += 1
+                channel.put_letters(queue, [letter])
+            for owner, group in groupby(jobs[n:], key=itemgetter(0)):
+                owner.put([delivery for _, delivery in group])
+
+    def _turn(self, *, asked: bool) -> bool:
+        """Settle, renew, claim for one channel. Returns whether there is more to do at once. ``asked``: it cannot be left to the event
+        loop, since remote control waits for it."""
         now = time.monotonic()
-        if self._express is not None and self._express.drives(now) and not self._careful:
+        if self._express is not None and self._express.drives(now) and not self._careful and not asked:
             if renewing := self.ledger.to_renew(now):
                 self._exchange(self._request([], renewing, None, None, now))
             return False
@@ -449,16 +525,18 @@ class Station:
 
     def has_request(self) -> bool:
         """A quick look, for the event loop."""
-        ended = self.ledger.settling
-        if ended:
-            return not self._can_wait(ended)
-        now = time.monotonic()
-        return any(self._may_claim(channel, now) for channel in self._inboxes())
+        ended, now = self.ledger.settling, time.monotonic()
+        if ended and self._can_wait(ended):
+            if self._gathers_since is None:
+                self._gathers_since = now
+            return now - self._gathers_since >= GUARD
+        return ended > 0 or any(self._may_claim(channel, now) for channel in self._inboxes())
 
     def next_request(self, now: float) -> Request | None:
         """What the event loop is to ask for, with ``at_work`` held."""
         if self._careful or now < self._not_before:
             return None
+        self._gathers_since = None
         settling = self.ledger.to_settle(now)
         channel, claim, _ = self._claim(now, bool(settling))
         if not settling and claim is None:
@@ -481,7 +559,7 @@ class Station:
     def _can_wait(self, ended: int) -> bool:
         """There is more to claim, and each consumer has still half of its window to work on."""
         return all(
-            self._backlog.get(channel.key) and ended < channel.window // 2
+            self._backlog.get(channel.key) and ended < channel.window // 2 and self.ledger.held_by(channel.key)
             for channel in self._inboxes()
             if channel.queues()
         )
@@ -519,7 +597,7 @@ class Station:
         self.answered(request, result)
 
     def answered(self, request: Request, result: TurnResult) -> None:
-        """With ``at_work`` held: notes what the database agreed to, and hands over what it gave."""
+        """With ``at_work`` held: notes what the database agreed to, and what it gave."""
         now, settling, channel, claim = request.at, request.settling, request.channel, request.turn.claim
         self._connection.worked()
         self.ledger.settled(settling, result.settled)
@@ -542,8 +620,9 @@ class Station:
             self._wake.ring()
         else:
             self._nothing(channel.key, now)
-        if deliveries := [delivery for delivery in taken if delivery is not None]:
-            channel.put(deliveries)
+        deliveries = [delivery for delivery in taken if delivery is not None]
+        self._mark_revoked(deliveries, result)
+        self._claimed += [(channel, delivery) for delivery in deliveries]
 
     def _nothing(self, key: int, now: float) -> None:
         self._backlog[key] = False
@@ -554,6 +633,7 @@ class Station:
     def _take(self, row: ClaimedRow, owner: int, sent: float, now: int | None) -> Delivery | None:
         """None: it cannot be delivered, and its end is noted."""
         delivery = self.ledger.add(row, owner, sent)
+        delivery.revoked = row.target.startswith(NOTICE)
         if row.head is None:
             end = ends.no_message
         elif row.lapses >= MOST_LAPSES:
@@ -564,6 +644,37 @@ class Station:
             return delivery
         self.ledger.settle(delivery.tag, end)
         return None
+
+    def looks(self) -> list[tuple[str, dict[str, Any]]]:
+        """What the event loop asks together with a turn, so that it need not wait for two more answers: what is revoked, and whether
+        remote control was sent since."""
+        return [routing.some_revoked(self.dialect, SOME_REVOKED), control_since(self.dialect, self._seen)]
+
+    def _mark_revoked(self, deliveries: list[Delivery], result: TurnResult) -> None:
+        session = self._connection.session
+        assert session is not None
+        if not result.more or len(result.more[0]) >= SOME_REVOKED:
+            self._ask_revoked(session, deliveries)
+            return
+        gone = {row[0] for row in result.more[0]}
+        for delivery in deliveries if gone else ():
+            delivery.revoked = delivery.revoked or delivery.row.task_id in gone
+
+    def _ask_revoked(self, session: Session, deliveries: list[Delivery]) -> None:
+        """A task may be revoked before its message is written: a retry is, or one whose id was known. Asked after the claim, so that no
+        revoke that was there before the message is missed."""
+        task_ids = [delivery.row.task_id for delivery in deliveries if delivery.row.task_id is not None]
+        if not task_ids:
+            return
+        try:
+            with self.database.errors():
+                gone = routing.revoked_among(self.dialect, session, task_ids)
+        except BaseException:
+            for delivery in deliveries:  # nobody knows whether they may run
+                self.ledger.settle(delivery.tag, ends.handed_back)
+            raise
+        for delivery in deliveries if gone else ():
+            delivery.revoked = delivery.revoked or delivery.row.task_id in gone
 
     def _one_by_one(self, settling: list[Delivery], renewing: list[Delivery]) -> None:
         """After a refusal: every row on its own, so that a single bad one cannot stop the others."""
@@ -579,18 +690,24 @@ class Station:
                 self._exchange(self._request([], [delivery], None, None, time.monotonic()))
         self._careful = False
 
-    def _read_mail(self) -> None:
-        now = time.monotonic()
-        if now < self._mail_at:
-            return
-        self._mail_at = now + (max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll)
-        session = self._connection.session
+    def _read_mail(self, *, control: bool = False) -> list[tuple[Inbox, str, Item]]:
+        """With ``control`` only the queues of remote control, and at once."""
+        now, found = time.monotonic(), []
+        if not control:
+            if now < self._mail_at:
+                return []
+            self._mail_at = now + (
+                max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll
+            )
         for channel in self._inboxes():
             for queue, bindings in channel.letters() if channel.wants_letters() else ():
-                if letters := self.mail.read(queue, bindings, MOST_CLAIMED, rank_of, session):
-                    channel.put_letters(queue, letters)
-                    if len(letters) >= MOST_CLAIMED:
-                        self._mail_at = 0.0
+                if control and not any(is_control(exchange) for exchange, _, _ in bindings):
+                    continue
+                letters = self.mail.read(queue, bindings, MOST_CLAIMED, rank_of, self._connection.session)
+                found += [(channel, queue, letter) for letter in letters]
+                if len(letters) >= MOST_CLAIMED:
+                    self._mail_at = 0.0
+        return found
 
     def _house(self) -> None:
         """What somebody has to do now and then: upkeep of the jobs, consumers' rows, queues that nobody uses any more."""
@@ -660,6 +777,10 @@ class Station:
 
 _stations: dict[Options, Station] = {}
 _stations_lock = threading.Lock()
+_reached: set[Options] = set()
+"""What a connection was made with once."""
+_orphans: dict[Options, dict[str, str]] = {}
+"""Consumers' rows that are to be removed: tag and queue."""
 _of_parents: list[Any] = []
 """What a fork brought along: neither used nor collected here, since closing a parent's SQLite handle drops its locks."""
 
@@ -696,6 +817,7 @@ def _after_fork() -> None:
     _stations_lock = threading.Lock()
     _of_parents.extend(_stations.values())
     _stations.clear()
+    _orphans.clear()
 
 
 def _at_exit() -> None:

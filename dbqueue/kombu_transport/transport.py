@@ -20,7 +20,7 @@ from kombu.transport import base, virtual
 from dbqueue import __version__
 from dbqueue.errors import ConnectionLost, DatabaseBusy
 from dbqueue.kombu_transport import options as configuration
-from dbqueue.kombu_transport.channel import Channel
+from dbqueue.kombu_transport.channel import Channel, next_place, tasks_begun
 from dbqueue.kombu_transport.express import Express
 from dbqueue.kombu_transport.options import Options
 from dbqueue.kombu_transport.station import Station, enter, leave
@@ -175,7 +175,7 @@ class Transport(virtual.Transport):
                 if channel._by_tag:
                     station.news(channel.key)
             with self._news:
-                if self._error is None and not any(channel.has_mail for channel in self.channels):
+                if self._error is None and not any(channel.waiting for channel in self.channels):
                     self._news.wait(1.0 if seconds is None else min(seconds, 1.0))
         finally:
             with self._news:
@@ -187,7 +187,16 @@ class Transport(virtual.Transport):
             raise ConnectionLost(str(error)) from error
         if self._station is None:
             raise ConnectionLost("this connection is closed")
-        return sum(channel.deliver() for channel in list(self.channels))
+        # Not what arrives meanwhile: others want the loop too, and what comes to a channel after it was looked at may be older than
+        # what comes to the next. And nothing behind a message whose task was executed, as a solo worker does it: its ack, and a
+        # signal to stop, must not wait in the event loop until the next one is done as well.
+        channels, end, done, begun = list(self.channels), next_place(), 0, tasks_begun()
+        while channels and tasks_begun() == begun:
+            first = min(channels, key=lambda channel: channel.place)
+            if first.place >= end:
+                break
+            done += first.deliver()
+        return done
 
     # -- the event loop ----------------------------------------------------------------------------------------------
 
@@ -256,7 +265,7 @@ class Transport(virtual.Transport):
             self._reader.recv(64)
         self._rung = False
         self._deliver_all()
-        if any(channel.has_mail for channel in self.channels):
+        if any(channel.waiting for channel in self.channels):
             self._ring()
 
 

@@ -54,6 +54,10 @@ def flaky(self, name):
         raise self.retry(countdown=0.2)
 
 @app.task(shared=False)
+def total(numbers):
+    return sum(numbers)
+
+@app.task(shared=False)
 def fan(name):
     for n in range(3):
         add.delay(name, n)

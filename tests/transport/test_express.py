@@ -122,6 +122,16 @@ def test_a_loop_that_is_blocked_is_stood_in_for(loops: Callable[..., Loop], conn
     assert len(loop.got) == 20
 
 
+def test_a_lone_ack_waits_for_others_only_a_moment(
+    loops: Callable[..., Loop], connect: Connect, queue: DBQueue
+) -> None:
+    """There is more to claim, and the consumer has more to do: acks are gathered, but not for ever."""
+    loop = loops(prefetch=8)
+    publish(connect, 30)
+    loop.on_message = lambda message: message.ack() if len(loop.got) == 1 else None
+    loop.until(lambda: states(queue).get("acked") == 1)
+
+
 def in_the_air(loop: Loop) -> bool:
     """Whether a turn is in the air, after the loop had an opportunity to send one."""
     loop.express.tick()

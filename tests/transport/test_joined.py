@@ -331,9 +331,31 @@ def test_what_does_not_join_fails_at_once_where_it_would_wait_for_this_thread(
     with dbqueue.using(session):
         order(session, 1)
         with pytest.raises(WouldDeadlock):
-            brief.queue_declare()
-        with pytest.raises(WouldDeadlock):
             brief.consume("tag")
+        with pytest.raises(WouldDeadlock):
+            kombu.Exchange("e", type="fanout", durable=False)(channel).declare()
     session.rollback()
     assert time.monotonic() - began < 5
     brief.queue_declare()
+
+
+def test_the_first_request_for_a_reply_may_be_made_in_a_block(
+    app: Any, session: Session, queue: DBQueue, connect: Callable[..., kombu.Connection]
+) -> None:
+    """The queue of the reply is declared there. A block that is rolled back leaves nothing, and the next one works."""
+    app.conf.result_backend = "rpc://"
+    receipt = app.tasks["shop.receipt"]
+    with dbqueue.using(session):
+        order(session, 1)
+        receipt.delay(1)
+    session.rollback()
+    with dbqueue.using(session):
+        order(session, 2)
+        result = receipt.delay(2)
+    session.commit()
+    request = connect().channel().basic_get("shop")
+    reply = {"task_id": result.id, "status": "SUCCESS", "result": 3, "traceback": None, "children": []}
+    with connect().Producer() as producer:
+        producer.publish(reply, routing_key=request.properties["reply_to"], correlation_id=result.id, delivery_mode=1)
+    assert result.get(timeout=20) == 3
+    request.ack()

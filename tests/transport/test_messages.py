@@ -19,7 +19,7 @@ from kombu.simple import SimpleQueue
 from dbqueue import DBQueue
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Letter
-from dbqueue.kombu_transport import housekeeping
+from dbqueue.kombu_transport import housekeeping, options
 from dbqueue.mail import Item, Mail
 from dbqueue.routing import matches
 from tests.factory import opened
@@ -502,3 +502,27 @@ def test_a_task_comes_before_the_question_that_was_sent_after_it(connect: Connec
         while len(got) < 2:
             connection.drain_events(timeout=10)
     assert got == ["task", "question"]
+
+
+@pytest.mark.databases("postgres")
+def test_a_consumer_that_was_lost_with_its_connection_does_not_count(connect: Connect, postgres: Any) -> None:
+    """Celery would warn that another node uses its mailbox, and an auto-delete queue would never go."""
+    connection = connect(lease=2)
+    with connection.Consumer(declared(connection.default_channel), callbacks=[], accept=["json"]):
+        assert declared(connection.default_channel).queue_declare(passive=True).consumer_count == 1
+        postgres.stop()
+        connection.collect()
+    postgres.start()
+    again = connect(lease=2)
+    assert declared(again.default_channel).queue_declare(passive=True).consumer_count == 0
+
+
+def test_what_a_queue_is_declared_with_in_vain_is_told_once(
+    connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "_told", set())
+    for _ in range(2):
+        declared(connect().channel(), "bounded", max_length=3, expires=60, max_priority=5)
+    assert [message for message in caplog.messages if "has no effect" in message] == [
+        "the queue 'bounded' is declared with x-max-length, which has no effect here"
+    ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import kombu
 import kombu.common
@@ -15,6 +17,8 @@ import pytest
 from dbqueue.errors import ConfigError, ConnectionLost
 from dbqueue.kombu_transport import options
 from dbqueue.kombu_transport.plugin import SCHEMES
+from tests.servers import Server
+from tests.transport.shops import Shop
 
 pytestmark = pytest.mark.req("C1")
 
@@ -109,6 +113,53 @@ def test_a_connection_really_reaches_the_database(broker_url: str) -> None:
     )
     with pytest.raises(ConnectionLost):
         kombu.Connection(dead).connect()
+
+
+@pytest.fixture
+def user(postgres: Server, database_url: str) -> Iterator[str]:
+    """A role of the test's own, with the password "right"."""
+    name = f"user_{uuid4().hex[:8]}"
+    postgres.execute(f"CREATE ROLE {name} SUPERUSER LOGIN PASSWORD 'right'")
+    yield name
+    postgres.execute(f"DROP OWNED BY {name}", dbname=database_url.rpartition("/")[2])
+    postgres.execute(f"DROP ROLE {name}")
+
+
+def with_user(broker_url: str, user: str, password: str) -> str:
+    return f"dbqueue+postgresql://{user}:{password}@{broker_url.rpartition('@')[2]}"
+
+
+def test_a_url_that_the_server_turns_down_is_not_tried_again(postgres: Server, broker_url: str, user: str) -> None:
+    for url, reason in (
+        (with_user(broker_url, user, SECRET), "wrong user or password"),
+        (with_user(broker_url, user, "right") + "_not_there", "no such user or database"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as caught:
+            kombu.Connection(url).ensure_connection(max_retries=None, interval_start=0)
+        assert SECRET not in str(caught.value)
+
+
+def test_a_password_that_is_changed_later_is_waited_for(postgres: Server, broker_url: str, user: str) -> None:
+    """A worker must not end because its database got the new password a moment before its own restart."""
+    with kombu.Connection(with_user(broker_url, user, "right")) as connection:
+        connection.ensure_connection(max_retries=1)
+        postgres.execute(f"ALTER ROLE {user} PASSWORD 'other'")
+        postgres.terminate_connections(broker_url.rpartition("/")[2])
+        with pytest.raises(ConnectionLost):
+            connection.clone().connect()
+        postgres.execute(f"ALTER ROLE {user} PASSWORD 'right'")
+        connection.ensure_connection(max_retries=10, interval_start=0.1)
+
+
+def test_a_worker_with_a_wrong_password_ends_and_says_why(
+    postgres: Server, broker_url: str, user: str, tmp_path: Path
+) -> None:
+    shop = Shop(tmp_path, with_user(broker_url, user, SECRET), {})
+    worker = shop.celery("worker", "-P", "solo")
+    assert worker.wait(60) != 0
+    log = shop.logs[0].read_text()
+    assert "wrong user or password" in log
+    assert SECRET not in log
 
 
 def test_options_stand_in_the_url_or_in_the_transport_options(broker_url: str) -> None:

@@ -185,14 +185,3 @@ def test_rpc_results(make_shop: MakeShop, queue: DBQueue) -> None:
     results = [shop.app.add.delay(n, 1) for n in range(20)]
     assert [result.get(timeout=30) for result in results] == list(range(1, 21))
     wait_for(lambda: queue.counts() == {"acked": 20}, 10)
-
-
-@pytest.mark.req("C10")
-def test_a_task_revoked_while_no_worker_was_up_does_not_run(make_shop: MakeShop, queue: DBQueue) -> None:
-    shop = make_shop()
-    revoked, kept = shop.app.add.delay(1, 1), shop.app.add.delay(2, 2)
-    shop.app.app.control.revoke([revoked.id])
-    shop.worker(size=1)
-    wait_for(lambda: queue.counts() == {"acked": 2}, 30)
-    assert shop.notes == ["add 2 2"]
-    assert {record.task_id for record in queue.jobs(state="acked")} == {revoked.id, kept.id}
