@@ -54,7 +54,7 @@ class Loop:
         self.on_message(message)
 
     def turn(self) -> None:
-        self.hub.timer.call_after(0.01, lambda: None)  # it sleeps no longer than that
+        self.hub.timer.call_after(0.005, lambda: None)  # it sleeps no longer than that
         next(self._loop)
 
     def until(self, condition: Callable[[], object], deadline: float = 10.0) -> None:
@@ -129,7 +129,16 @@ def test_a_lone_ack_waits_for_others_only_a_moment(
     loop = loops(prefetch=8)
     publish(connect, 30)
     loop.on_message = lambda message: message.ack() if len(loop.got) == 1 else None
-    loop.until(lambda: states(queue).get("acked") == 1)
+    written = threading.Event()
+
+    def look() -> None:  # not in the loop, which would turn too seldom
+        wait_for(lambda: states(queue).get("acked") == 1)
+        written.set()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    loop.until(written.is_set, 3)
+    looking.join()
 
 
 def in_the_air(loop: Loop) -> bool:
