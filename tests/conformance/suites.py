@@ -68,6 +68,7 @@ CELERY = Suite(
         "test_cache_backend.py*": _BACKEND,
         "test_connection_recovery.py*": _REDIS,
         "test_database_backend.py*": _BACKEND,
+        "test_native_delayed_delivery_binding.py*": "about RabbitMQ's own queues, and asks its management interface",
         "test_redis_backend.py*": _BACKEND,
         "test_security.py*": "about signed messages, and expected to fail upstream",
         "test_events_state_memory_leak.py*": "about the memory broker",

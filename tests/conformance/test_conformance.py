@@ -22,7 +22,11 @@ def test_the_suites_pass(suite: str, database_url: str, environment: Environment
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("celery", "kombu"), [("5.4.0", "5.4.0"), (NEWEST, None)], ids=["oldest", "newest"])
+@pytest.mark.parametrize(
+    ("celery", "kombu"),
+    [("5.4.0", "5.4.0"), ("5.5.3", None), ("5.6.3", None), (NEWEST, None)],
+    ids=["oldest", "5.5", "5.6", "newest"],
+)
 def test_they_pass_with_other_versions(
     suite: str, database_url: str, celery: str, kombu: str | None, make_environment: Callable[..., Environment]
 ) -> None:
