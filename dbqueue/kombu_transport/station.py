@@ -26,8 +26,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
 from dbqueue import ids, routing
@@ -392,14 +390,15 @@ class Station:
                 letters += [item for item in late if id_of(item[2]) < youngest]
                 self._letters = [item for item in late if id_of(item[2]) >= youngest]
         finally:  # a look that failed keeps nobody waiting
-            n = 0
-            for channel, queue, letter in letters:
-                while n < len(jobs) and jobs[n][1].row.id < id_of(letter):
-                    jobs[n][0].put([jobs[n][1]])
-                    n += 1
+            ages = [(id_of(letter), channel, queue, letter) for channel, queue, letter in letters]
+            for owner, delivery in jobs:
+                older = [entry for entry in ages if entry[0] < delivery.row.id]
+                ages = [entry for entry in ages if entry[0] >= delivery.row.id]
+                for _, channel, queue, letter in older:
+                    channel.put_letters(queue, [letter])
+                owner.put([delivery])
+            for _, channel, queue, letter in ages:
                 channel.put_letters(queue, [letter])
-            for owner, group in groupby(jobs[n:], key=itemgetter(0)):
-                owner.put([delivery for _, delivery in group])
 
     def _turn(self) -> bool:
         """Settle, renew, claim for one channel. Returns whether there is more to do at once."""
