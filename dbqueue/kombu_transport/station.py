@@ -492,14 +492,20 @@ class Station:
                 letters += [item for item in late if id_of(item[2]) < youngest]
                 self._letters = [item for item in late if id_of(item[2]) >= youngest]
         finally:  # a look that failed keeps nobody waiting
-            n = 0
-            for channel, queue, letter in letters:
-                while n < len(jobs) and jobs[n][1].row.id < id_of(letter):
-                    jobs[n][0].put([jobs[n][1]])
-                    n += 1
+            ages = [(id_of(letter), channel, queue, letter) for channel, queue, letter in letters]
+            ready: list[tuple[Inbox, Delivery]] = []
+            for owner, delivery in jobs:
+                older = [entry for entry in ages if entry[0] < delivery.row.id]
+                if older:
+                    ages = [entry for entry in ages if entry[0] >= delivery.row.id]
+                    _put(ready)
+                    ready = []
+                    for _, channel, queue, letter in older:
+                        channel.put_letters(queue, [letter])
+                ready.append((owner, delivery))
+            _put(ready)
+            for _, channel, queue, letter in ages:
                 channel.put_letters(queue, [letter])
-            for owner, group in groupby(jobs[n:], key=itemgetter(0)):
-                owner.put([delivery for _, delivery in group])
 
     def _turn(self, *, asked: bool) -> bool:
         """Settle, renew, claim for one channel. Returns whether there is more to do at once. ``asked``: it cannot be left to the event
@@ -771,6 +777,11 @@ class Station:
 
     def _letters_wanted(self) -> bool:
         return any(channel.letters() and channel.wants_letters() for channel in self._inboxes())
+
+
+def _put(claimed: list[tuple[Inbox, Delivery]]) -> None:
+    for owner, group in groupby(claimed, key=itemgetter(0)):
+        owner.put([delivery for _, delivery in group])
 
 
 # -- one for each process and database ---------------------------------------------------------------------------------

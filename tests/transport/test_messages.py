@@ -526,3 +526,23 @@ def test_what_a_queue_is_declared_with_in_vain_is_told_once(
     assert [message for message in caplog.messages if "has no effect" in message] == [
         "the queue 'bounded' is declared with x-max-length, which has no effect here"
     ]
+
+
+def test_what_one_process_sends_is_delivered_in_its_order(connect: Connect) -> None:
+    """Remote control, tasks and events among each other, as far as a task is not held back by a better one."""
+    connection, other = connect(), connect()
+    channel = connection.default_channel
+    control, events, tasks = brief(channel, "control", "c.pidbox"), brief(channel, "events"), declared(channel, "tasks")
+    for n in range(3):
+        publish(other.default_channel, f"before {n}", "", "c.pidbox", delivery_mode=1)
+        publish(other.default_channel, f"task {n}", "tasks")
+        publish(other.default_channel, f"after {n}", "", "c.pidbox", delivery_mode=1)
+        publish(other.default_channel, f"event {n}", "", "e", delivery_mode=1)
+    got: list[str] = []
+    with kombu.Consumer(connection, [events, control, tasks], on_message=lambda m: got.append(m.payload), no_ack=True):
+        while len(got) < 12:
+            connection.drain_events(timeout=10)
+    told = [text for text in got if "event" not in text]
+    assert told == [f"{what} {n}" for n in range(3) for what in ("before", "task", "after")]
+    for n in range(3):
+        assert got.index(f"task {n}") < got.index(f"event {n}")
