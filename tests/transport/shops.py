@@ -14,6 +14,7 @@ from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
+# Tasks of no other app: tests make many in one process, and each would get the shared ones of all that were before it.
 APP = """
 import os, time
 from celery import Celery
@@ -27,34 +28,34 @@ def note(text):
     with open({notes!r}, "a") as file:
         file.write(text + "\\n")
 
-@app.task
+@app.task(shared=False)
 def add(x, y):
     note(f"add {{x}} {{y}}")
     return x + y
 
-@app.task
+@app.task(shared=False)
 def slow(name, seconds):
     note(f"start {{name}}")
     time.sleep(seconds)
     note(f"end {{name}}")
 
-@app.task(acks_late=True, reject_on_worker_lost=True)
+@app.task(shared=False, acks_late=True, reject_on_worker_lost=True)
 def late(name, seconds):
     note(f"start {{name}}")
     time.sleep(seconds)
     note(f"end {{name}}")
 
-@app.task(bind=True, max_retries=3)
+@app.task(shared=False, bind=True, max_retries=3)
 def flaky(self, name):
     note(f"try {{name}} {{self.request.retries}}")
     if self.request.retries < 1:
         raise self.retry(countdown=0.2)
 
-@app.task
+@app.task(shared=False)
 def total(numbers):
     return sum(numbers)
 
-@app.task
+@app.task(shared=False)
 def fan(name):
     for n in range(3):
         add.delay(name, n)
