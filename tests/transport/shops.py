@@ -17,6 +17,7 @@ from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
+# Tasks of no other app: tests make many in one process, and each would get the shared ones of all that were before it.
 APP = """
 import os, time
 from celery import Celery

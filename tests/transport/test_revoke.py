@@ -193,7 +193,6 @@ def test_a_worker_tells_what_was_revoked_before_it_was_there(make_shop: MakeShop
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:Task name")  # of the apps of other tests in this process
 def test_a_chord_hears_of_a_revoked_part(make_shop: MakeShop, queue: DBQueue, tmp_path: Any) -> None:
     shop = make_shop(backend=f"db+sqlite:///{tmp_path}/results.db")
     add = shop.app.add

@@ -57,6 +57,22 @@ def test_children_publish_and_retry(make_shop: MakeShop, queue: DBQueue) -> None
     assert Counter(shop.notes).most_common(1)[0][1] == 1
 
 
+@pytest.mark.soak
+@pytest.mark.req("C1")
+@pytest.mark.parametrize("pool", ["gevent", "threads"])
+def test_many_tasks_of_one_process_publish_at_once(make_shop: MakeShop, queue: DBQueue, pool: str) -> None:
+    if pool == "gevent":
+        need_package("gevent")
+    shop = make_shop()
+    worker = shop.worker(pool=pool, size=50)
+    for name in range(60):
+        shop.app.fan.delay(name)
+    wait_for(lambda: queue.counts("shop") == {"acked": 240}, 90, "not all were acked")
+    assert Counter(shop.notes) == Counter(f"add {name} {n}" for name in range(60) for n in range(3))
+    worker.send_signal(signal.SIGTERM)
+    assert "ERROR" not in shop.ended(worker)
+
+
 @pytest.mark.req("C4")
 def test_a_killed_workers_tasks_come_back(make_shop: MakeShop, queue: DBQueue) -> None:
     shop = make_shop(lease=3)
