@@ -563,11 +563,11 @@ class Station:
             time.sleep(GATHER)
 
     def _can_wait(self, ended: int) -> bool:
-        """There is more to claim, and each consumer has still half of its window to work on."""
+        """There is more to claim, and each consumer has still most of its window to work on."""
         return all(
-            self._backlog.get(channel.key) and ended < channel.window // 2 and self.ledger.held_by(channel.key)
+            self._backlog.get(channel.key) and ended < channel.window // 4 and self.ledger.held_by(channel.key)
             for channel in self._inboxes()
-            if channel.queues()
+            if channel.queues() and not channel.brief
         )
 
     def _may_claim(self, channel: Inbox, now: float) -> bool:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 HERE = "tests/cases/"
 
 _TEST = re.compile(r"test: (tests/[\w/]+\.py)::(\w+)")
-_LATER = re.compile(r"later: (transport|beat|results|bridge)( \([^|]+\))?")
+_LATER = re.compile(r"later: (beat|results|bridge)( \([^|]+\))?")
 _OTHERWISE = re.compile(r"not applicable: \S.+")
 
 ROWS = [
