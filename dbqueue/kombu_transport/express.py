@@ -62,10 +62,6 @@ class Express:
         if error is not None:
             raise error
 
-    def lose(self) -> None:
-        """With ``at_work`` held: the session is closed."""
-        self._flying = None
-
     def let_go(self) -> None:
         """Just after ``at_work`` was released: the loop may have wanted it meanwhile."""
         if self._missed:

@@ -479,14 +479,15 @@ class Station:
         last, asked = result.more[1][0]
         self._seen = last or self._seen
         self._hand_over(look=bool(asked))
+        if self._letters:
+            self._wake.ring()
 
     def _hand_over(self, *, look: bool = True) -> None:
         jobs, self._claimed = self._claimed, []
         letters, self._letters = self._letters, []
         try:
-            if (
-                jobs and look
-            ):  # of what was written between the look at the letters and the claim, some may be older than a job of the claim
+            if jobs and look:
+                # What was written between the look at the letters and the claim may be older than a job of the claim.
                 youngest = max(delivery.row.id for _, delivery in jobs)
                 late = self._read_mail(control=True)
                 letters += [item for item in late if id_of(item[2]) < youngest]
