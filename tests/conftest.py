@@ -158,8 +158,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(int)))
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
-            where = dict(report.user_properties).get("database", "any")
-            for key, name in report.user_properties:
+            properties = getattr(report, "user_properties", [])  # none of a file that could not be collected
+            where = dict(properties).get("database", "any")
+            for key, name in properties:
                 if key == "req":
                     counts[name][where][outcome] += 1
     columns = (*DATABASES, "any")

@@ -50,7 +50,7 @@ class Overheard(Mail):
         self._dialect, self._session_of_test = dialect, session
 
     @contextmanager
-    def _session(self) -> Iterator[OwnSession]:
+    def _session(self, given: OwnSession | None = None) -> Iterator[OwnSession]:
         yield cast(OwnSession, self._session_of_test)
 
 
@@ -79,6 +79,9 @@ VERBS: Mapping[str, Verb] = {
     "abandoned_queues": lambda d, s: routing.abandoned_queues(d, s, SECOND),
     "forget_dead_consumers": lambda d, s: routing.forget_dead_consumers(d, s, SECOND),
     "expired_messages": lambda d, s: routing.expired_messages(d, s, LIMIT),
+    "revoke": lambda d, s: routing.revoke(d, s, ["t7"], SECOND),
+    "revoked_among": lambda d, s: routing.revoked_among(d, s, ["t7", "t8", "t9"]),
+    "waiting_messages": lambda d, s: routing.waiting_messages(d, s, "t7"),
     "mail_post": lambda d, s: Overheard(d, s).post(Letter("events", "task", b"{}", b"", SECOND, ("bell",))),
     "mail_open": lambda d, s: Overheard(d, s).open("new"),
     "mail_begin": lambda d, s: Overheard(d, s)._begin(cast(OwnSession, s), "new"),

@@ -1,0 +1,1 @@
+INSERT INTO "public"."dbqueue_revoked" (task_id, until) VALUES (%(task_id)s, ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint) + %(life)s) ON CONFLICT (task_id) DO UPDATE SET until = excluded.until

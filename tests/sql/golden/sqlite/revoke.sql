@@ -1,0 +1,1 @@
+INSERT INTO "dbqueue_revoked" (task_id, until) VALUES (:task_id, (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset) + :life) ON CONFLICT (task_id) DO UPDATE SET until = excluded.until
