@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -433,7 +434,7 @@ def reset_postgres() -> None:
 
 def wipe(name: str) -> None:
     for path in DIR.glob(name + "*"):
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 SYSTEMS: dict[str, System] = {

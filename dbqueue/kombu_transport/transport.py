@@ -256,7 +256,7 @@ class Transport(virtual.Transport):
                 express.take()
             finally:
                 self._rung = False
-            self._deliver_all()
+            self._deliver_in_loop()
 
     def _on_readable(self) -> None:
         if self._reader is None:
@@ -264,6 +264,9 @@ class Transport(virtual.Transport):
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(64)
         self._rung = False
+        self._deliver_in_loop()
+
+    def _deliver_in_loop(self) -> None:
         self._deliver_all()
         if any(channel.waiting for channel in self.channels):
             self._ring()

@@ -14,6 +14,7 @@ from kombu.asynchronous import Hub
 
 from dbqueue import DBQueue
 from dbqueue.kombu_transport import station as stations
+from dbqueue.kombu_transport import transport as transports
 from dbqueue.kombu_transport.express import Express
 from tests.waiting import wait_for
 
@@ -209,3 +210,18 @@ def test_a_refused_turn_of_the_loop_is_done_row_by_row(
         other.execute("DROP TRIGGER refuse ON dbqueue_jobs")
     loop.until(lambda: states(queue) == {"acked": 20}, 20)
     assert len(loop.got) == 20
+
+
+def test_what_is_left_behind_an_executed_task_is_delivered_next(
+    loops: Callable[..., Loop], connect: Connect, queue: DBQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a solo worker: delivering stops behind each message whose task was executed, and the loop turns again at once."""
+    loop = loops(prefetch=8)
+    monkeypatch.setattr(transports, "tasks_begun", lambda: len(loop.got))
+    publish(connect, 40)
+
+    def all_acked() -> bool:
+        assert loop.connection.transport._rung or not loop.connection.default_channel.waiting, "nobody wakes the loop"
+        return states(queue) == {"acked": 40}
+
+    loop.until(all_acked)
