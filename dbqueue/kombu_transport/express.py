@@ -51,6 +51,11 @@ class Express:
         return now - self._ticked_at < GUARD
 
     @property
+    def failed(self) -> bool:
+        """There is an error that the station's thread has not heard of."""
+        return self._error is not None
+
+    @property
     def here(self) -> bool:
         return threading.get_ident() == self._thread
 

@@ -373,12 +373,28 @@ class Station:
 
     def _step(self) -> float:
         """Everything that is due now; returns the seconds until something else is."""
+        express = self._express
+        if express is not None and express.drives(time.monotonic()) and not self._is_asked_for():
+            return self._pause()
         with self.at_work:
             more = self._do_what_is_due()
-        express = self._express
         if express is not None:
             express.let_go()
         return 0.0 if more else self._pause()
+
+    def _is_asked_for(self) -> bool:
+        """Whether something is due that an event loop which settles and claims leaves to the thread."""
+        express = self._express
+        waiting = self._ended or self._dry or self._letters or self._claimed
+        changed = self._changed or self._connection.news or self._careful or self._closed
+        failed = express is None or express.failed
+        return bool(waiting or changed or failed) or self._own_time() <= time.monotonic()
+
+    def _own_time(self) -> float:
+        """When the thread has something to do that nobody else does."""
+        letters = any(channel.letters() and channel.wants_letters() for channel in self._inboxes())
+        times = (self._connection.next_at, self.ledger.next_renewal(), self._upkeep.next_at, self._housekeeping.next_at)
+        return min(*times, self._mail_at if letters else NEVER)
 
     def _do_what_is_due(self) -> bool:
         now = time.monotonic()
@@ -741,13 +757,8 @@ class Station:
             return max(0.0, min(self._connection.next_at - now, 1.0))
         express = self._express
         hold = now + GUARD if express is not None and express.drives(now) else now
-        times = [
-            self._connection.next_at, self.ledger.next_renewal(), max(self.ledger.next_settle(), hold), self._upkeep.next_at,
-            self._housekeeping.next_at,
-        ]  # fmt: skip
+        times = [self._own_time(), max(self.ledger.next_settle(), hold)]
         for channel in self._inboxes():
-            if channel.letters() and channel.wants_letters():
-                times.append(self._mail_at)
             if channel.queues() and channel.wanted() > 0:
                 at = self._claim_at.get(channel.key, 0.0)
                 times.append(max(hold, now if self._backlog.get(channel.key, True) else at))
