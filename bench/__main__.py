@@ -123,7 +123,10 @@ class Bench:
         self.call(name, "reset")
         self.add(load="enqueue", system=name, variant="one", **self.call(name, "one", self.options.seconds))
         self.call(name, "reset")
-        self.add(load="enqueue", system=name, variant="bulk", **self.call(name, "bulk", 20_000))
+        self.add(
+            load="enqueue", system=name, variant="bulk",
+            **self.call(name, "bulk", 2_000 if name.startswith("celery") else 20_000),
+        )  # fmt: skip
 
     def latency(self, name: str) -> None:
         if name == "floor":
