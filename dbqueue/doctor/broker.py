@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from dbqueue import clock, routing
 from dbqueue.database.dialect import Session
+from dbqueue.database.postgres import as_text
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.doctor.check import Check, Finding, Patient, Problem, Status, counted, listed, verdict
 
@@ -35,7 +36,7 @@ def consumers(patient: Patient) -> Finding:
         {"before": before},
     )
     if found:
-        queues = listed([repr(_text(row[0])) for row in found])
+        queues = listed([repr(as_text(row[0])) for row in found])
         number = counted(sum(int(row[1]) for row in found), "consumer")
         told = f"{number} died without a word more than {LEFT_S:g} s ago and nobody cleared up after them (queues: {queues})"
         problems.append(Problem(Status.WARNING, told, _REMEDY))
@@ -90,10 +91,6 @@ def _log(patient: Patient) -> Iterator[Session | None]:
 
 def _long_ago(patient: Patient) -> int:
     return patient.now - round(LEFT_S * clock.SECOND)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 CHECKS = (Check("consumers", consumers), Check("letters", letters))

@@ -25,7 +25,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -257,7 +257,7 @@ class Station:
                 delivery = self._take(row, owner, sent, result.now)
                 self.wake()  # it has a claim to renew, or an end to write
                 if delivery is not None:
-                    self._ask_revoked(session, [delivery])
+                    self._mark_revoked(session, [delivery])
                     if not delivery.revoked:
                         return delivery
                     self.ledger.settle(delivery.tag, ends.acked)
@@ -392,9 +392,8 @@ class Station:
 
     def _own_time(self) -> float:
         """When the thread has something to do that nobody else does."""
-        letters = any(channel.letters() and channel.wants_letters() for channel in self._inboxes())
         times = (self._connection.next_at, self.ledger.next_renewal(), self._upkeep.next_at, self._housekeeping.next_at)
-        return min(*times, self._mail_at if letters else NEVER)
+        return min(*times, self._mail_at if self._letters_wanted() else NEVER)
 
     def _do_what_is_due(self) -> bool:
         now = time.monotonic()
@@ -587,9 +586,12 @@ class Station:
             if channel.queues() and not channel.brief
         )
 
+    def _claims_at(self, channel: Inbox) -> float:
+        """When to claim for the channel, if it wants something then."""
+        return 0.0 if self._backlog.get(channel.key, True) else self._claim_at.get(channel.key, 0.0)
+
     def _may_claim(self, channel: Inbox, now: float) -> bool:
-        due = self._backlog.get(channel.key, True) or now >= self._claim_at.get(channel.key, 0.0)
-        return due and channel.wanted() > 0 and bool(channel.queues())
+        return self._claims_at(channel) <= now and _wants(channel)
 
     def _claim(self, now: float, settling: bool) -> tuple[Inbox | None, ClaimRequest | None, bool]:
         """Channels take turns, and so do the queues of each."""
@@ -644,7 +646,9 @@ class Station:
         else:
             self._nothing(channel.key, now)
         deliveries = [delivery for delivery in taken if delivery is not None]
-        self._mark_revoked(deliveries, result)
+        session = self._connection.session
+        assert session is not None
+        self._mark_revoked(session, deliveries, result.more[0] if result.more else None)
         self._claimed += [(channel, delivery) for delivery in deliveries]
 
     def _nothing(self, key: int, now: float) -> None:
@@ -673,29 +677,24 @@ class Station:
         remote control was sent since."""
         return [routing.some_revoked(self.dialect, SOME_REVOKED), control_since(self.dialect, self._seen)]
 
-    def _mark_revoked(self, deliveries: list[Delivery], result: TurnResult) -> None:
-        session = self._connection.session
-        assert session is not None
-        if not result.more or len(result.more[0]) >= SOME_REVOKED:
-            self._ask_revoked(session, deliveries)
-            return
-        gone = {row[0] for row in result.more[0]}
-        for delivery in deliveries if gone else ():
-            delivery.revoked = delivery.revoked or delivery.row.task_id in gone
-
-    def _ask_revoked(self, session: Session, deliveries: list[Delivery]) -> None:
+    def _mark_revoked(
+        self, session: Session, deliveries: list[Delivery], told: Sequence[Sequence[Any]] | None = None
+    ) -> None:
         """A task may be revoked before its message is written: a retry is, or one whose id was known. Asked after the claim, so that no
-        revoke that was there before the message is missed."""
+        revoke that was there before the message is missed; ``told``: the answer, where it came with the claim."""
         task_ids = [delivery.row.task_id for delivery in deliveries if delivery.row.task_id is not None]
         if not task_ids:
             return
-        try:
-            with self.database.errors():
-                gone = routing.revoked_among(self.dialect, session, task_ids)
-        except BaseException:
-            for delivery in deliveries:  # nobody knows whether they may run
-                self.ledger.settle(delivery.tag, ends.handed_back)
-            raise
+        if told is not None and len(told) < SOME_REVOKED:
+            gone = {str(row[0]) for row in told}
+        else:
+            try:
+                with self.database.errors():
+                    gone = routing.revoked_among(self.dialect, session, task_ids)
+            except BaseException:
+                for delivery in deliveries:  # nobody knows whether they may run
+                    self.ledger.settle(delivery.tag, ends.handed_back)
+                raise
         for delivery in deliveries if gone else ():
             delivery.revoked = delivery.revoked or delivery.row.task_id in gone
 
@@ -757,18 +756,15 @@ class Station:
             return max(0.0, min(self._connection.next_at - now, 1.0))
         express = self._express
         hold = now + GUARD if express is not None and express.drives(now) else now
-        times = [self._own_time(), max(self.ledger.next_settle(), hold)]
-        for channel in self._inboxes():
-            if channel.queues() and channel.wanted() > 0:
-                at = self._claim_at.get(channel.key, 0.0)
-                times.append(max(hold, now if self._backlog.get(channel.key, True) else at))
-        return max(0.0, min(times) - now, self._not_before - now)
+        claims_at = min((self._claims_at(channel) for channel in self._inboxes() if _wants(channel)), default=NEVER)
+        at = min(self._own_time(), max(hold, min(self.ledger.next_settle(), claims_at)))
+        return max(0.0, at - now, self._not_before - now)
 
     def _wait(self, seconds: float) -> None:
         if seconds <= 0:
             return
         sleeper = self._connection.sleeper
-        hungry = any(channel.wanted() > 0 and channel.queues() for channel in self._inboxes())
+        hungry = any(map(_wants, self._inboxes()))
         if not hungry:
             self._connection.wake()  # nobody needs to ring for jobs
             if sleeper is not None and sleeper.interval is not None and not self._letters_wanted():
@@ -789,6 +785,10 @@ class Station:
 
     def _letters_wanted(self) -> bool:
         return any(channel.letters() and channel.wants_letters() for channel in self._inboxes())
+
+
+def _wants(channel: Inbox) -> bool:
+    return channel.wanted() > 0 and bool(channel.queues())
 
 
 def _put(claimed: list[tuple[Inbox, Delivery]]) -> None:
