@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import kombu
@@ -18,6 +17,7 @@ from dbqueue import DBQueue
 from tests.bouncer import bounced
 from tests.factory import now
 from tests.servers import Server
+from tests.transport.conftest import app as app
 from tests.transport.conftest import broker_url as broker_url
 from tests.transport.conftest import connect as connect
 from tests.transport.conftest import queue as queue
@@ -28,14 +28,6 @@ from tests.waiting import wait_for
 POSTGRES = pytest.mark.databases("postgres")
 BLINK = 5.0
 """Seconds in which a publisher must have said that it cannot."""
-
-
-@pytest.fixture
-def app(broker_url: str, queue: DBQueue) -> Iterator[Celery]:
-    app = Celery("shop", broker=broker_url, set_as_current=False)
-    app.conf.task_default_queue = "q"
-    yield app
-    app.close()
 
 
 @pytest.mark.req("C4")

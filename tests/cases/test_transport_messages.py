@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from dbqueue.database.tables import Letter
 from dbqueue.errors import DatabaseError
 from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.mail import Mail
+from tests.transport.conftest import app as app
 from tests.transport.conftest import broker_url as broker_url
 from tests.transport.conftest import connect as connect
 from tests.transport.conftest import queue as queue
@@ -31,14 +31,6 @@ from tests.transport.test_messages import Connect, declared, drained, publish
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def app(broker_url: str, queue: DBQueue) -> Iterator[Celery]:
-    app = Celery("shop", broker=broker_url, set_as_current=False)
-    app.conf.task_default_queue = "q"
-    yield app
-    app.close()
 
 
 @pytest.mark.req("C3")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from importlib.resources import files
 from typing import cast
 
@@ -18,6 +17,9 @@ from tests.factory import opened
 from tests.servers import Server
 from tests.sql import broker
 from tests.sql.broker import EVENTS, FOLLOWERS, LETTERS, LIMIT, VERBS, Overheard, Statement, Verb, statements_of
+from tests.sql.filled import Filled
+from tests.sql.filled import analysed as analysed
+from tests.sql.filled import filled_databases as filled_databases
 from tests.sql.plans import Plan, explain
 
 pytestmark = [pytest.mark.databases("postgres"), pytest.mark.req("D11", "C1")]
@@ -26,26 +28,11 @@ LARGE = {"dbqueue_jobs", "dbqueue_finished", "dbqueue_mail"}
 """Tables that nothing may read whole, unless it has to."""
 MODES = ("force_generic_plan", "force_custom_plan")
 
-Filled = tuple[Database, AbstractContextManager[Database]]
-
-
-@pytest.fixture(scope="module")
-def _filled() -> Iterator[dict[str, Filled]]:
-    filled: dict[str, Filled] = {}
-    yield filled
-    for _, context in filled.values():
-        context.__exit__(None, None, None)
-
-
-@pytest.fixture(params=["never analysed", "analysed"])
-def analysed(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "analysed")
-
 
 @pytest.fixture
-def big(analysed: bool, postgres: Server, _filled: dict[str, Filled]) -> Database:
+def big(analysed: bool, postgres: Server, filled_databases: dict[str, Filled]) -> Database:
     """Filled once for the module; statements are explained in transactions that are rolled back."""
-    if str(analysed) not in _filled:
+    if str(analysed) not in filled_databases:
         context = opened(postgres.dsn(postgres.create_database()))
         database = context.__enter__()
         with database.session() as session:
@@ -54,8 +41,8 @@ def big(analysed: bool, postgres: Server, _filled: dict[str, Filled]) -> Databas
             broker.fill(database, session, session)
             if analysed:
                 session.execute("VACUUM ANALYZE")
-        _filled[str(analysed)] = database, context
-    return _filled[str(analysed)][0]
+        filled_databases[str(analysed)] = database, context
+    return filled_databases[str(analysed)][0]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ counted. Each is tried before the first ANALYZE and after it, planned for its va
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -22,6 +21,9 @@ from dbqueue.ids import ZERO, new_id, new_token
 from dbqueue.states import Kind, State
 from tests.factory import LEASE, PAST, claim_turn, make, new_job, now, opened
 from tests.servers import Server
+from tests.sql.filled import Filled
+from tests.sql.filled import analysed as analysed
+from tests.sql.filled import filled_databases as filled_databases
 from tests.sql.plans import Plan, explain
 
 pytestmark = pytest.mark.databases("postgres")
@@ -49,27 +51,11 @@ SELECT gen_random_uuid(), 'tests.target', 'q' || mod(g, 4), 9, '{}',
 """
 
 
-Filled = tuple[Database, AbstractContextManager[Database]]
-
-
-@pytest.fixture(scope="module")
-def _filled() -> Iterator[dict[str, Filled]]:
-    filled: dict[str, Filled] = {}
-    yield filled
-    for _, context in filled.values():
-        context.__exit__(None, None, None)
-
-
-@pytest.fixture(params=["never analysed", "analysed"])
-def analysed(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "analysed")
-
-
 @pytest.fixture
-def big(analysed: bool, postgres: Server, _filled: dict[str, Filled]) -> Database:
+def big(analysed: bool, postgres: Server, filled_databases: dict[str, Filled]) -> Database:
     """Filled once for the module; statements are explained in transactions that are rolled back."""
     name = str(analysed)
-    if name not in _filled:
+    if name not in filled_databases:
         context = opened(postgres.dsn(postgres.create_database()))
         database = context.__enter__()
         with database.session() as session:
@@ -80,8 +66,8 @@ def big(analysed: bool, postgres: Server, _filled: dict[str, Filled]) -> Databas
             if analysed:
                 session.execute("VACUUM ANALYZE dbqueue_jobs")
                 session.execute("VACUUM ANALYZE dbqueue_finished")
-        _filled[name] = database, context
-    return _filled[name][0]
+        filled_databases[name] = database, context
+    return filled_databases[name][0]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import kombu
 import pytest
+from celery import Celery
 
 from dbqueue import DBQueue
 from tests.transport.shops import Shop
@@ -42,6 +43,15 @@ def connect(broker_url: str) -> Iterator[Callable[..., kombu.Connection]]:
     yield make
     for connection in opened:
         connection.release()
+
+
+@pytest.fixture
+def app(broker_url: str, queue: DBQueue) -> Iterator[Celery]:
+    """A Celery app without tasks, whose queue is ``q``."""
+    app = Celery("shop", broker=broker_url, set_as_current=False)
+    app.conf.task_default_queue = "q"
+    yield app
+    app.close()
 
 
 @pytest.fixture
