@@ -18,7 +18,7 @@ from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, Small
 
 from dbqueue.states import Kind, OnCrash, State
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The newest migration that this code knows."""
 
 _BOTH = (
@@ -46,7 +46,7 @@ _INSTANTS = {
 
 TABLES = (
     "jobs", "finished", "meta", "migrations", "view", "exchanges", "queues", "bindings", "consumers", "mail", "mail_ids", "cursors",
-    "revoked",
+    "revoked", "schedules", "owners", "locks",
 )  # fmt: skip
 
 BEST_PRIORITY, DEFAULT_PRIORITY = 9, 0

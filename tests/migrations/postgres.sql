@@ -96,6 +96,14 @@ CREATE TABLE dbqueue_jobs (
     CONSTRAINT dbqueue_running_has_lease CHECK (((state = 1) = ((token IS NOT NULL) AND (lease_until IS NOT NULL))))
 ) WITH (autovacuum_analyze_scale_factor=0, autovacuum_analyze_threshold=20000, autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0, autovacuum_vacuum_threshold=2000, fillfactor=70);
 
+CREATE TABLE dbqueue_locks (
+    name text NOT NULL,
+    token uuid NOT NULL,
+    owner text NOT NULL,
+    until bigint NOT NULL,
+    CONSTRAINT dbqueue_locks_pkey PRIMARY KEY (name)
+);
+
 CREATE UNLOGGED TABLE dbqueue_mail (
     id bigint NOT NULL,
     exchange text NOT NULL,
@@ -119,6 +127,14 @@ CREATE TABLE dbqueue_migrations (
     CONSTRAINT dbqueue_migrations_pkey PRIMARY KEY (version)
 );
 
+CREATE TABLE dbqueue_owners (
+    app text NOT NULL,
+    digest text NOT NULL,
+    beat text NOT NULL,
+    since bigint NOT NULL,
+    CONSTRAINT dbqueue_owners_pkey PRIMARY KEY (app)
+);
+
 CREATE TABLE dbqueue_queues (
     name text NOT NULL,
     durable boolean NOT NULL,
@@ -138,6 +154,38 @@ CREATE TABLE dbqueue_revoked (
     until bigint NOT NULL,
     CONSTRAINT dbqueue_revoked_pkey PRIMARY KEY (task_id)
 );
+
+CREATE TABLE dbqueue_schedules (
+    owner text NOT NULL,
+    name text NOT NULL,
+    spec text NOT NULL,
+    timezone text NOT NULL,
+    catch_up text NOT NULL,
+    max_age bigint,
+    paused boolean NOT NULL DEFAULT false,
+    retired boolean NOT NULL DEFAULT false,
+    static boolean NOT NULL DEFAULT false,
+    digest text NOT NULL,
+    target text,
+    queue text,
+    payload bytea,
+    fingerprint bytea,
+    key text,
+    priority smallint,
+    max_attempts integer,
+    timeout_ms integer,
+    on_crash smallint,
+    anchor bigint NOT NULL,
+    last_slot bigint NOT NULL,
+    next_at bigint,
+    planned text,
+    fired bigint NOT NULL DEFAULT 0,
+    fired_at bigint,
+    error text,
+    created_at bigint NOT NULL,
+    updated_at bigint NOT NULL,
+    CONSTRAINT dbqueue_schedules_pkey PRIMARY KEY (owner, name)
+) WITH (fillfactor=70);
 
 CREATE UNIQUE INDEX dbqueue_bindings_pkey ON public.dbqueue_bindings USING btree (exchange, queue, routing_key);
 
@@ -171,15 +219,25 @@ CREATE INDEX dbqueue_jobs_task ON public.dbqueue_jobs USING btree (task_id) WHER
 
 CREATE INDEX dbqueue_jobs_waiting ON public.dbqueue_jobs USING btree (run_at, id) WHERE ((state = 0) AND (ready_at IS NULL));
 
+CREATE UNIQUE INDEX dbqueue_locks_pkey ON public.dbqueue_locks USING btree (name);
+
 CREATE UNIQUE INDEX dbqueue_mail_pkey ON public.dbqueue_mail USING btree (id);
 
 CREATE UNIQUE INDEX dbqueue_meta_pkey ON public.dbqueue_meta USING btree (name);
 
 CREATE UNIQUE INDEX dbqueue_migrations_pkey ON public.dbqueue_migrations USING btree (version);
 
+CREATE UNIQUE INDEX dbqueue_owners_pkey ON public.dbqueue_owners USING btree (app);
+
 CREATE UNIQUE INDEX dbqueue_queues_pkey ON public.dbqueue_queues USING btree (name);
 
 CREATE UNIQUE INDEX dbqueue_revoked_pkey ON public.dbqueue_revoked USING btree (task_id);
+
+CREATE INDEX dbqueue_schedules_next ON public.dbqueue_schedules USING btree (owner, next_at) WHERE (next_at IS NOT NULL);
+
+CREATE UNIQUE INDEX dbqueue_schedules_pkey ON public.dbqueue_schedules USING btree (owner, name);
+
+CREATE INDEX dbqueue_schedules_unplanned ON public.dbqueue_schedules USING btree (owner) WHERE (planned IS DISTINCT FROM ((spec || ' '::text) || timezone));
 
 CREATE VIEW dbqueue_all_jobs AS
  SELECT dbqueue_jobs.id,

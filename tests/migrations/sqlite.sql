@@ -121,6 +121,13 @@ CREATE INDEX dbqueue_jobs_task ON "dbqueue_jobs" (task_id) WHERE task_id IS NOT 
 
 CREATE INDEX dbqueue_jobs_waiting ON "dbqueue_jobs" (run_at, id) WHERE state = 0 AND ready_at IS NULL;
 
+CREATE TABLE "dbqueue_locks" (
+    name TEXT NOT NULL PRIMARY KEY,
+    token BLOB NOT NULL,
+    owner TEXT NOT NULL,  -- for people
+    until INTEGER NOT NULL
+);
+
 CREATE TABLE "dbqueue_meta" (
     name TEXT PRIMARY KEY,
     value TEXT NOT NULL
@@ -130,6 +137,13 @@ CREATE TABLE "dbqueue_migrations" (
     version integer PRIMARY KEY,
     name text NOT NULL,
     applied_at bigint NOT NULL
+);
+
+CREATE TABLE "dbqueue_owners" (
+    app TEXT NOT NULL PRIMARY KEY,
+    digest TEXT NOT NULL,
+    beat TEXT NOT NULL,
+    since INTEGER NOT NULL
 );
 
 CREATE TABLE "dbqueue_queues" (
@@ -149,3 +163,39 @@ CREATE TABLE "dbqueue_revoked" (
     task_id TEXT NOT NULL PRIMARY KEY,
     until INTEGER NOT NULL
 );
+
+CREATE TABLE "dbqueue_schedules" (
+    owner TEXT NOT NULL,
+    name TEXT NOT NULL,
+    spec TEXT NOT NULL,
+    timezone TEXT NOT NULL,
+    catch_up TEXT NOT NULL,  -- all, latest or skip
+    max_age INTEGER,  -- a slot that is older is not fired
+    paused INTEGER NOT NULL DEFAULT 0,  -- by hand: the cursor moves on, nothing is fired
+    retired INTEGER NOT NULL DEFAULT 0,  -- it left the code that declared it
+    static INTEGER NOT NULL DEFAULT 0,  -- declared in code, with this digest
+    digest TEXT NOT NULL,
+    target TEXT,
+    queue TEXT,
+    payload BLOB,
+    fingerprint BLOB,
+    key TEXT,
+    priority INTEGER,
+    max_attempts INTEGER,
+    timeout_ms INTEGER,
+    on_crash INTEGER,
+    anchor INTEGER NOT NULL,  -- from which an interval counts
+    last_slot INTEGER NOT NULL,  -- the cursor: up to here every slot is dealt with; it never moves back
+    next_at INTEGER,  -- when to look at it again
+    planned TEXT,  -- the spec and zone from which next_at was told: when they are other ones, it is told anew
+    fired INTEGER NOT NULL DEFAULT 0,
+    fired_at INTEGER,
+    error TEXT,
+    created_at INTEGER NOT NULL,
+    updated_at INTEGER NOT NULL,
+    PRIMARY KEY (owner, name)
+);
+
+CREATE INDEX dbqueue_schedules_next ON "dbqueue_schedules" (owner, next_at) WHERE next_at IS NOT NULL;
+
+CREATE INDEX dbqueue_schedules_unplanned ON "dbqueue_schedules" (owner) WHERE planned IS NOT (spec || ' ' || timezone);
