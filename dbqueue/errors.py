@@ -58,6 +58,8 @@ class Code(str, Enum):
     INVALID_POLICY = "invalid_policy"
     # schedules, locks, outbox
     LEADERSHIP_LOST = "leadership_lost"
+    SCHEDULE_NOT_FOUND = "schedule_not_found"
+    SCHEDULE_CONFLICT = "schedule_conflict"
     # task definitions stored in the database and their executions (H)
     NOT_INITIALIZED = "not_initialized"
     INIT_FAILED = "init_failed"
@@ -263,6 +265,22 @@ class ClaimBusy(QueueError):
     """Another transaction holds the job's row lock at this moment (D13). The claim is not lost: ask again."""
 
     code = Code.CLAIM_BUSY
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+class ScheduleNotFound(QueueError, LookupError):
+    """No schedule has this name. ``dbqueue schedules list`` shows those that there are."""
+
+    code = Code.SCHEDULE_NOT_FOUND
+
+
+class ScheduleConflict(QueueError):
+    """The code declares a schedule whose stored row another version of the code wrote (D16); nothing was started. ``dbqueue schedules
+    adopt`` puts this version's in its place."""
+
+    code = Code.SCHEDULE_CONFLICT
 
 
 # -- the database itself -----------------------------------------------------------------------------------------------

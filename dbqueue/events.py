@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from uuid import UUID
 
 from msgspec import Struct
@@ -110,6 +111,40 @@ class WorkerStopped(Event, frozen=True, gc=False):
 
 class HistoryPruned(Event, frozen=True, gc=False):
     rows: int
+
+
+class BeatStarted(Event, frozen=True, gc=False):
+    beat: str
+    database: str
+
+
+class BeatStopped(Event, frozen=True, gc=False):
+    beat: str
+    fired: int
+
+
+class ScheduleFired(Event, frozen=True, gc=False):
+    """The job of one slot was written. ``owner`` is "" or a Celery app."""
+
+    owner: str
+    name: str
+    slot: datetime
+    id: UUID
+
+
+class ScheduleBroken(Event, frozen=True, gc=False):
+    """It cannot be fired, and waits until somebody changes it, or until the database takes its job."""
+
+    owner: str
+    name: str
+    error: str
+
+
+class CursorsAhead(Event, frozen=True, gc=False):
+    """These schedules are silent until the database's clock has caught up with their cursor."""
+
+    beat: str
+    names: tuple[str, ...]
 
 
 Subscriber = Callable[[Event], None]

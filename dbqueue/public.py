@@ -28,6 +28,8 @@ from dbqueue.errors import (
     QueueError,
     ReservedName,
     RetryLater,
+    ScheduleConflict,
+    ScheduleNotFound,
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
@@ -44,6 +46,7 @@ from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
 from dbqueue.runtime.context import JobContext, Port, current_job
 from dbqueue.runtime.program import Runtime
+from dbqueue.schedules import Schedule
 from dbqueue.targets import JobRef, Target
 from dbqueue.views import JobRecord, QueueDepth
 
@@ -85,6 +88,9 @@ __all__ = [
     "ReservedName",
     "RetryLater",
     "Runtime",
+    "Schedule",
+    "ScheduleConflict",
+    "ScheduleNotFound",
     "SchemaMissing",
     "SchemaOutdated",
     "SchemaTooNew",

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import msgspec
 
-from dbqueue import clock, ids, jobs, views
+from dbqueue import clock, cron, ids, jobs, schedules, views
 from dbqueue import settings as config
 from dbqueue.claimed import ClaimedJob
 from dbqueue.clock import Clock
@@ -26,17 +26,26 @@ from dbqueue.database import joined
 from dbqueue.database.dialect import Dialect, Session
 from dbqueue.database.engine import Database
 from dbqueue.database.migrate import Migration
-from dbqueue.database.tables import DEFAULT_PRIORITY, ClaimRequest, Enqueued, NewJob, Turn, stored_priority
+from dbqueue.database.tables import DEFAULT_PRIORITY, ClaimRequest, Enqueued, NewJob, Turn
 from dbqueue.errors import ConfigError, ConnectionLost, InvalidArgument, InvalidTarget, NotSupported
-from dbqueue.payload import MAX_PAYLOAD_BYTES
+from dbqueue.schedules import OWN, Definition, Schedule
 from dbqueue.states import State
-from dbqueue.targets import Declare, JobRef, Target, _when, declare, told
+from dbqueue.targets import (
+    MISSING,
+    RAW_ATTEMPTS,
+    RAW_BACKOFF,
+    Declare,
+    JobRef,
+    P,
+    Target,
+    _when,
+    declare,
+    raw_job,
+    told,
+)
 from dbqueue.views import JobRecord, QueueDepth
 
 T = TypeVar("T")
-
-RAW_ATTEMPTS, RAW_BACKOFF = 3, 5.0
-"""What a raw queue's jobs get unless the call says otherwise (A5)."""
 
 
 class DBQueue:
@@ -55,6 +64,7 @@ class DBQueue:
         self._settings = given if url is not None else None
         self._options = options
         self._targets: dict[str, Target[Any]] = {}
+        self._declared: dict[str, Definition] = {}
         self._lock = threading.RLock()
         self._database: Database | None = None
         if url is not None:
@@ -211,24 +221,87 @@ class DBQueue:
     ) -> JobRef:  # fmt: skip
         """Writes a job to a raw queue: no target, any JSON value as payload, claimed with ``queue.claim(name, ...)`` (A8). Joins
         like every enqueue. At most one unfinished job of the queue has ``key``."""
-        config.check_name("queue", name)
-        config.check_target_policy(f"raw queue {name}", max_attempts=max_attempts, timeout=1, priority=priority)
-        try:
-            data = msgspec.json.encode(payload)
-        except (TypeError, ValueError, RecursionError, OverflowError) as error:
-            raise InvalidArgument(
-                f"raw queue {name!r}: the payload is no JSON value ({type(error).__name__})"
-            ) from None
-        if len(data) > MAX_PAYLOAD_BYTES:
-            raise InvalidArgument(
-                f"raw queue {name!r}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}"
-            )
         at, wait = _when(run_at, delay)
-        job = NewJob(
-            id=ids.new_id(), target=f"{config.RESERVED_PREFIX}raw.{name}", queue=name, payload=data, max_attempts=max_attempts,
-            priority=stored_priority(priority), key=None if key is None else config.check_key(key), run_at=at, delay=wait,
-        )  # fmt: skip
-        return self.write([job])[0]
+        return self.write([raw_job(name, payload, key, priority, max_attempts, at, wait)])[0]
+
+    # -- schedules ---------------------------------------------------------------------------------------------------
+
+    @told("schedule()", 'queue.schedule("nightly", "0 3 * * *", target, Record(...), timezone="Europe/Berlin")')
+    def schedule(
+        self, name: str, spec: str, target: Target[P] | str, payload: P | Any = MISSING, *, timezone: str = "UTC",
+        catch_up: str = "all", max_age: float | None = None, key: str | None = None, priority: int | None = None,
+        max_attempts: int | None = None,
+    ) -> Schedule:  # fmt: skip
+        """Writes the schedule under this name, or replaces the one that has it, and returns what is stored; a beat fires it.
+
+        ``spec``: cron's five fields in the IANA ``timezone``, or ``@every <n><s|m|h|d>`` (see ``dbqueue.cron``). ``target``: a
+        target with its payload, or the name of a raw queue with any JSON value. ``catch_up`` says what becomes of slots that no
+        beat was there to fire: "all" fires them, "latest" only the last one, "skip" none that is over a minute late; none fires
+        a slot older than ``max_age`` seconds. ``key``: a slot adds nothing while an unfinished job has it. A new schedule, and
+        one whose spec changes, begins with the first slot after the database's now. Joins like an enqueue. Raises InvalidSpec, InvalidName,
+        ReservedName, InvalidArgument, InvalidPayload, all before the database is asked (A1, A5, D15)."""
+        new = _definition(name, spec, target, payload, timezone, catch_up, max_age, key, priority, max_attempts)
+        return schedules.shown(self._in_transaction(lambda dialect, session: schedules.put(dialect, session, new)))
+
+    @told("periodic()", 'queue.periodic("nightly", "0 3 * * *", target, Record(...))')
+    def periodic(
+        self, name: str, spec: str, target: Target[P] | str, payload: P | Any = MISSING, *, timezone: str = "UTC",
+        catch_up: str = "all", max_age: float | None = None, key: str | None = None, priority: int | None = None,
+        max_attempts: int | None = None,
+    ) -> None:  # fmt: skip
+        """Declares a schedule in code; the arguments are those of ``schedule``. Nothing is written before ``dbqueue beat -A`` or
+        ``start_schedules`` starts with this code; and that refuses to start if another version of the code owns the schedule."""
+        new = _definition(
+            name, spec, target, payload, timezone, catch_up, max_age, key, priority, max_attempts, static=True
+        )
+        if new.name in self._declared:
+            raise InvalidArgument(f"schedule {name!r} is declared twice; give one of them another name")
+        self._declared[new.name] = new
+
+    def start_schedules(self) -> list[str]:
+        """Writes what ``periodic`` declared, where it is missing; returns the names of declared schedules in the database that this
+        code does not have. Raises ScheduleConflict, and writes nothing, if one of them is another version's (D16)."""
+        declared = list(self._declared.values())
+        return self._in_transaction(lambda dialect, session: schedules.start(dialect, session, declared))
+
+    def adopt_schedules(self) -> list[Schedule]:
+        """Puts this code's declared schedules in the place of another version's; their cursors stay where the spec is the same."""
+        declared = list(self._declared.values())
+        adopted = self._in_transaction(lambda dialect, session: [schedules.put(dialect, session, d) for d in declared])
+        return [schedules.shown(entry) for entry in adopted]
+
+    def unschedule(self, name: str, owner: str = OWN) -> bool:
+        """Removes a schedule; False: there is none (A2). Its jobs stay. Joins like an enqueue."""
+        if owner == OWN:
+            config.check_name("schedule", name)
+        return self._in_transaction(lambda dialect, session: schedules.remove(dialect, session, name, owner))
+
+    def schedules(self) -> list[Schedule]:
+        """All schedules, the entries of Celery apps included."""
+        return [
+            schedules.shown(entry) for entry in self._read(lambda dialect, session: schedules.find(dialect, session))
+        ]
+
+    def get_schedule(self, name: str, owner: str = OWN) -> Schedule | None:
+        entry = self._read(lambda dialect, session: schedules.get(dialect, session, name, owner))
+        return None if entry is None else schedules.shown(entry)
+
+    def pause_schedule(self, name: str, owner: str = OWN) -> None:
+        """Its slots pass by without a job, until it is resumed. Raises ScheduleNotFound."""
+        self._in_transaction(lambda dialect, session: schedules.pause(dialect, session, name, owner))
+
+    def resume_schedule(self, name: str, owner: str = OWN) -> None:
+        """Fires again, beginning with the first slot after the database's now. Raises ScheduleNotFound."""
+        self._in_transaction(lambda dialect, session: schedules.resume(dialect, session, name, owner))
+
+    def reset_schedule(self, name: str, owner: str = OWN) -> None:
+        """Begins anew at the database's now, even where the cursor lies behind it since the clock went back. Raises ScheduleNotFound."""
+        self._in_transaction(lambda dialect, session: schedules.reset(dialect, session, name, owner))
+
+    def run_schedule(self, name: str) -> JobRef:
+        """Enqueues a job of the schedule now, beside its slots. Joins like an enqueue. Raises ScheduleNotFound."""
+        new = self._read(lambda dialect, session: schedules.run_now(dialect, session, name))
+        return self.write([new])[0]
 
     # -- raw claims --------------------------------------------------------------------------------------------------
 
@@ -328,17 +401,21 @@ class DBQueue:
         return database.read(lambda session: verb(database.dialect, session))
 
     def _change(self, verb: Callable[[Dialect, Session], State]) -> str:
+        return self._in_transaction(verb).label
+
+    def _in_transaction(self, verb: Callable[[Dialect, Session], T]) -> T:
+        """Joined inside ``using``, else in a transaction of its own."""
         database, block = self.database, joined.current()
         if block is None:
             database.ready()
-            return database.run(lambda session: verb(database.dialect, session)).label
+            return database.run(lambda session: verb(database.dialect, session))
         block.check(database)
         if block.buffer is not None:
             raise NotSupported(
-                "cancel, retry and resolve cannot wait for an async session's commit; call them outside of using(...)"
+                "only an enqueue can wait for an async session's commit; make this call outside of using(...)"
             )
         with joined.failures(database):
-            return verb(database.dialect, block.session(database)).label
+            return verb(database.dialect, block.session(database))
 
 
 def open_database(job_settings: config.JobSettings, clock: Clock | None = None) -> Database:
@@ -373,6 +450,34 @@ def lease_microseconds(lease: object) -> int:
     if isinstance(lease, bool) or not isinstance(lease, (int, float)) or not 0.1 <= lease <= 7_200:
         raise InvalidArgument(f"lease must be a number of seconds from 0.1 to 7200; got {config.describe(lease)}")
     return round(lease * clock.SECOND)
+
+
+def _definition(
+    name: str, spec: str, target: object, payload: Any, timezone: str, catch_up: str, max_age: float | None, key: str | None,
+    priority: int | None, max_attempts: int | None, *, static: bool = False,
+) -> Definition:  # fmt: skip
+    """A declared schedule, checked whole."""
+    config.check_name("schedule", name)
+    cron.parse(spec, timezone)
+    age = schedules.check_catch_up(name, catch_up, max_age)
+    if isinstance(target, Target):
+        job = target.new_job(payload, key=key, priority=priority)
+        if max_attempts is not None:
+            config.check_target_policy(target.name, max_attempts=max_attempts, timeout=1, priority=0)
+            job = msgspec.structs.replace(job, max_attempts=max_attempts)
+    elif isinstance(target, str):
+        attempts = RAW_ATTEMPTS if max_attempts is None else max_attempts
+        wanted = DEFAULT_PRIORITY if priority is None else priority
+        job = raw_job(target, None if payload is MISSING else payload, key, wanted, attempts)
+    else:
+        raise InvalidArgument(
+            f"schedule {name!r}: the target is a declared target or the name of a raw queue; got {config.describe(target)}"
+        )
+    return Definition(
+        name=name, spec=spec, timezone=timezone, catch_up=catch_up, max_age=age, static=static, target=job.target, queue=job.queue,
+        payload=job.payload, fingerprint=job.fingerprint, key=job.key, priority=job.priority, max_attempts=job.max_attempts,
+        timeout_ms=job.timeout_ms, on_crash=int(job.on_crash),
+    )  # fmt: skip
 
 
 def _enqueue(dialect: Dialect, session: Session, new: Sequence[NewJob], database_id: str | None) -> list[Enqueued]:

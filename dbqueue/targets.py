@@ -18,11 +18,13 @@ from datetime import datetime
 from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 from uuid import UUID
 
+import msgspec
+
 from dbqueue import clock, ids, retry
 from dbqueue.database.tables import NewJob, stored_priority
 from dbqueue.errors import InvalidArgument, InvalidTarget, QueueError, TargetIsNotAValue
-from dbqueue.payload import PayloadSchema, schema_of
-from dbqueue.settings import check_key, check_name, check_target_policy, describe
+from dbqueue.payload import MAX_PAYLOAD_BYTES, PayloadSchema, schema_of
+from dbqueue.settings import RESERVED_PREFIX, check_key, check_name, check_target_policy, describe
 from dbqueue.states import OnCrash
 
 P = TypeVar("P")
@@ -79,6 +81,10 @@ def _misfit(what: str, signature: inspect.Signature, args: Sequence[object], giv
     if needed:
         return f"{what} needs {' and '.join(needed)}. Add what is missing"
     return f"{what} was given an argument twice. Leave one out"
+
+
+RAW_ATTEMPTS, RAW_BACKOFF = 3, 5.0
+"""What a raw queue's jobs get unless the call says otherwise (A5)."""
 
 
 class _Missing:
@@ -140,7 +146,7 @@ class Target(Generic[P]):
         ``key``: at most one unfinished job of this target has it; a second call returns that job's id. ``run_at``: an aware
         datetime; ``delay``: seconds from the database's now. Everything is checked before anything is written. Raises
         InvalidPayload, InvalidArgument, EnqueueFailed, ConnectionLost, DatabaseBusy; never an error of the handler (D3, D4, D5)."""
-        return self._writer.write([self._new(payload, key, *_when(run_at, delay), priority)])[0]
+        return self._writer.write([self.new_job(payload, key, *_when(run_at, delay), priority)])[0]
 
     @told("enqueue_at()", "enqueue_at(when, Record(...), key=...)")
     def enqueue_at(
@@ -167,10 +173,13 @@ class Target(Generic[P]):
                 f"target {self.name!r}: {len(listed)} payloads at once, the limit is {MAX_BATCH}; split them"
             )
         when = _when(run_at, delay)
-        jobs = [self._new(payload, key, *when, priority) for payload, key in zip(listed, named, strict=True)]
+        jobs = [self.new_job(payload, key, *when, priority) for payload, key in zip(listed, named, strict=True)]
         return self._writer.write(jobs) if jobs else []
 
-    def _new(self, payload: Any, key: str | None, run_at: int | None, delay: int, priority: int | None) -> NewJob:
+    def new_job(
+        self, payload: Any, key: str | None, run_at: int | None = None, delay: int = 0, priority: int | None = None
+    ) -> NewJob:
+        """A checked job that is not written yet."""
         if payload is MISSING:
             if self.schema.record is not None:
                 raise InvalidArgument(
@@ -292,6 +301,32 @@ def _record_of(handler: Callable[..., Any], name: str, namespace: dict[str, Any]
     if only.name not in hints:
         refuse(f"parameter {only.name!r}: it has no annotation", "annotate it with a dataclass or msgspec.Struct")
     return typing.cast(type, hints[only.name])
+
+
+def raw_job(
+    name: str,
+    payload: Any,
+    key: str | None,
+    priority: int,
+    max_attempts: int,
+    run_at: int | None = None,
+    delay: int = 0,
+) -> NewJob:
+    """A checked job of a raw queue, which has no target (A8). Raises InvalidName, ReservedName, InvalidArgument."""
+    check_name("queue", name)
+    check_target_policy(f"raw queue {name}", max_attempts=max_attempts, timeout=1, priority=priority)
+    try:
+        data = msgspec.json.encode(payload)
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise InvalidArgument(f"raw queue {name!r}: the payload is no JSON value ({type(error).__name__})") from None
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise InvalidArgument(
+            f"raw queue {name!r}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}"
+        )
+    return NewJob(
+        id=ids.new_id(), target=f"{RESERVED_PREFIX}raw.{name}", queue=name, payload=data, max_attempts=max_attempts,
+        priority=stored_priority(priority), key=None if key is None else check_key(key), run_at=run_at, delay=delay,
+    )  # fmt: skip
 
 
 def _when(run_at: datetime | None, delay: float | None) -> tuple[int | None, int]:

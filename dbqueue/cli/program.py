@@ -14,12 +14,14 @@ import click
 from dbqueue import __version__
 from dbqueue.cli import output
 from dbqueue.cli.apps import ImportFailed, users_traceback
+from dbqueue.cli.beat import beat
 from dbqueue.cli.doctor import doctor
 from dbqueue.cli.health import health
 from dbqueue.cli.jobs import jobs
 from dbqueue.cli.migrate import migrate
 from dbqueue.cli.options import app_option, traceback_option
 from dbqueue.cli.queues import queues
+from dbqueue.cli.schedules import schedules
 from dbqueue.cli.worker import worker
 from dbqueue.errors import (
     Code,
@@ -29,6 +31,7 @@ from dbqueue.errors import (
     InvalidTarget,
     NotSupported,
     QueueError,
+    ScheduleConflict,
     SchemaMissing,
     SchemaOutdated,
     SchemaTooNew,
@@ -42,7 +45,7 @@ REFUSED, USAGE, UNREACHABLE, SCHEMA, BUG, INTERRUPTED, PIPE = 1, 2, 3, 4, 70, 13
 _EXITS: tuple[tuple[tuple[type[QueueError], ...], int], ...] = (
     ((SchemaMissing, SchemaOutdated, SchemaTooNew), SCHEMA),
     ((DatabaseError,), UNREACHABLE),
-    ((ConfigError, InvalidTarget, InvalidArgument, TargetIsNotAValue, NotSupported), USAGE),
+    ((ConfigError, InvalidTarget, InvalidArgument, TargetIsNotAValue, NotSupported, ScheduleConflict), USAGE),
 )
 
 
@@ -138,5 +141,5 @@ def program(app: str | None) -> None:
     """
 
 
-for command in (worker, health, migrate, jobs, queues, doctor):
+for command in (worker, beat, health, migrate, jobs, queues, schedules, doctor):
     program.add_command(command)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
 from functools import partial
-from typing import Any
 
 import click
 
+from dbqueue.cli.logs import LEVELS, expanded, set_up_logging
 from dbqueue.cli.options import Asked, app_option, traceback_option
-from dbqueue.cli.output import iso
 from dbqueue.errors import InvalidName, QueueError
 from dbqueue.queue import DBQueue
 from dbqueue.settings import check_name
@@ -25,7 +20,6 @@ from dbqueue.settings import check_name
 log = logging.getLogger("dbqueue")
 
 POOLS = ("threads", "processes", "prefork")
-LEVELS = ("debug", "info", "warning", "error", "critical", "fatal")
 
 
 def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -33,23 +27,6 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
         return None
     try:
         return tuple(dict.fromkeys(check_name("queue", name.strip()) for name in value.split(",")))
-    except InvalidName as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def _expanded(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
-    """%h is the host's full name, %n its first part, %d the rest: as celery has it."""
-    if value is None:
-        return None
-    host = socket.gethostname()
-    name, _dot, domain = host.partition(".")
-    known = {"h": host, "n": name, "d": domain, "%": "%"}
-    if unknown := [c for c in re.findall("%(.?)", value) if c not in known]:
-        raise click.BadParameter(
-            f"%{unknown[0]} means nothing here; there are %h (host), %n (name), %d (domain) and %%"
-        )
-    try:
-        return check_name("worker", re.sub("%(.)", lambda match: known[match[1]], value))
     except InvalidName as error:
         raise click.BadParameter(str(error)) from None
 
@@ -65,7 +42,7 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
 @click.option("-Q", "--queues", metavar="A,B", callback=_names, help="Work on these queues only.")
 @click.option("-c", "--concurrency", type=click.IntRange(1, 1_000), metavar="N", help="Jobs at the same time.")
 @click.option(
-    "-n", "--hostname", metavar="NAME", callback=_expanded, help="This worker's name; %h, %n, %d as in celery."
+    "-n", "--hostname", metavar="NAME", callback=expanded, help="This worker's name; %h, %n, %d as in celery."
 )
 @click.option("-l", "--loglevel", type=click.Choice(LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -163,49 +140,3 @@ def _warn_of_idle_queues(queue: DBQueue, names: Sequence[str]) -> None:
                 "-Q %s: no target of this code sends there, and no unfinished job is there; its targets send to %s",
                 ",".join(idle), ", ".join(known) or "no queue: it declares none",
             )  # fmt: skip
-
-
-# -- logging -----------------------------------------------------------------------------------------------------------
-
-
-def set_up_logging(level: str, log_format: str) -> None:
-    """To stderr, unless the application has set up its own: then only the level of dbqueue's logger is ours."""
-    number = logging.CRITICAL if level == "fatal" else getattr(logging, level.upper())
-    logging.getLogger("dbqueue").setLevel(number)
-    root = logging.getLogger()
-    if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-        root.addHandler(handler)
-        root.setLevel(number)
-
-
-def _time(record: logging.LogRecord) -> str:
-    return iso(datetime.fromtimestamp(record.created, timezone.utc))
-
-
-class TextLines(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        return _time(record)
-
-
-_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
-
-
-class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, what ``extra`` brought, and the traceback if there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {name: value for name, value in vars(record).items() if name not in _STANDARD}
-        line |= {
-            "time": _time(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)

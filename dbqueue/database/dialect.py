@@ -19,6 +19,7 @@ from dbqueue.database.tables import (
     Fact,
     Held,
     Letter,
+    Move,
     Names,
     NewJob,
     Settlement,
@@ -78,6 +79,13 @@ class Dialect(Protocol):
 
     def live(self, worker: str) -> Alive | None:
         """Says of a worker that its process lives, until it is closed; None: the lease alone tells."""
+
+    # schedules
+    def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
+        """Writes jobs of any targets, due now; returns the ids of those written: not where another unfinished job has the key."""
+
+    def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
+        """Each by compare-and-set on where the cursor was; returns how many moved."""
 
     # the log of short-lived messages
     def mail_session(self) -> OwnSession | None: ...

@@ -198,7 +198,7 @@ class Database:
                 yield session
                 session.commit()
             except BaseException:
-                _roll_back(session)
+                roll_back(session)
                 raise
 
     def run(self, verb: Callable[[OwnSession], T]) -> T:
@@ -221,7 +221,7 @@ class Database:
                     session.commit()
             except BaseException:
                 if session.guarded:
-                    _roll_back(session)
+                    roll_back(session)
                 raise
 
     def _again(self, scope: Callable[[], AbstractContextManager[OwnSession]], verb: Callable[[OwnSession], T]) -> T:
@@ -377,6 +377,6 @@ def denial(error: ConnectionLost) -> str | None:
     return reason if reason in DENIALS else None
 
 
-def _roll_back(session: OwnSession) -> None:
+def roll_back(session: OwnSession) -> None:
     with suppress(Exception):  # the first error is the one to tell; a dead connection is discarded by it
         session.rollback()

@@ -41,7 +41,9 @@ from dbqueue.database.postgres_statements import (
     EXISTS,
     EXPIRE,
     GATE,
+    INSERT_DUE,
     LOOK,
+    MOVE_CURSORS,
     NOW,
     PATIENCE,
     PLANNING,
@@ -70,6 +72,7 @@ from dbqueue.database.tables import (
     Fact,
     Held,
     Letter,
+    Move,
     Names,
     NewJob,
     Settlement,
@@ -259,6 +262,7 @@ class Postgres:
         self._settle_fast, self._settle, self._already = fill(SETTLE_FAST), fill(SETTLE), fill(ALREADY)
         self._renew, self._probe, self._release_unknown = fill(RENEW), fill(PROBE), fill(RELEASE_UNKNOWN)
         self._look, self._shorten = fill(LOOK), fill(SHORTEN)
+        self._insert_due, self._move_cursors = fill(INSERT_DUE), fill(MOVE_CURSORS)
         self._portable: dict[str, str] = {}
         self._post = fill(POST).replace("{notify}", str(notify).lower())
         self._sweep_texts: dict[int, str] = {}
@@ -423,6 +427,31 @@ class Postgres:
 
     def live(self, worker: str) -> None:
         """The lease tells: nobody's transaction keeps its owner from renewing."""
+
+    # -- schedules ---------------------------------------------------------------------------------------------------
+
+    def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
+        if not jobs:
+            return set()
+        rows = session.execute(self._insert_due, self._clock() | {
+            "ids": [job.id.hex() for job in jobs], "targets": [job.target for job in jobs],
+            "fingerprints": [job.fingerprint for job in jobs], "payloads": [job.payload for job in jobs],
+            "keys": [job.key for job in jobs], "queues": [job.queue for job in jobs],
+            "priorities": [job.priority for job in jobs], "max_attempts": [job.max_attempts for job in jobs],
+            "timeouts": [job.timeout_ms for job in jobs], "on_crash": [int(job.on_crash) for job in jobs],
+            "sources": [job.source for job in jobs], "sequences": [job.sequence for job in jobs],
+        })  # fmt: skip
+        if self.notify and rows:
+            session.execute(RING_MANY, {"salt": self.names.salt, "queues": sorted({job.queue for job in jobs})})
+        return {as_bytes(row[0]) for row in rows}
+
+    def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
+        session.execute(self._move_cursors, self._clock() | {
+            "owners": [move.owner for move in moves], "names": [move.name for move in moves], "was": [move.was for move in moves],
+            "last_slots": [move.last_slot for move in moves], "next_ats": [move.next_at for move in moves],
+            "fired": [move.fired for move in moves], "errors": [move.error for move in moves],
+        })  # fmt: skip
+        return session.changed
 
     # -- the log of short-lived messages -----------------------------------------------------------------------------
 

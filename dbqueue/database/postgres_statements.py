@@ -69,6 +69,29 @@ RING_MANY = f"SELECT CASE WHEN {GATE} THEN {RING} END IS NOT NULL FROM unnest(%(
     "{queue}", "q.queue"
 )
 
+INSERT_DUE = f"""
+WITH t AS MATERIALIZED (SELECT {NOW} AS now)
+INSERT INTO {{jobs}} ({_NEW_COLUMNS})
+SELECT a.id, NULL, a.target, a.fingerprint, a.payload, a.key, a.queue, a.priority, 0, t.now, t.now, a.max_attempts, a.timeout_ms,
+  a.on_crash, a.source, a.sequence, NULL, NULL, t.now, t.now
+FROM unnest(%(ids)s::uuid[], %(targets)s::text[], %(fingerprints)s::bytea[], %(payloads)s::bytea[], %(keys)s::text[], %(queues)s::text[],
+  %(priorities)s::smallint[], %(max_attempts)s::integer[], %(timeouts)s::integer[], %(on_crash)s::smallint[], %(sources)s::text[],
+  %(sequences)s::bigint[]) WITH ORDINALITY AS a(id, target, fingerprint, payload, key, queue, priority, max_attempts, timeout_ms,
+  on_crash, source, sequence, n), t
+ORDER BY a.target, a.key, a.n
+ON CONFLICT DO NOTHING RETURNING id
+"""
+
+# By compare-and-set, though whoever fires holds the row's lock: a cursor never moves twice, and never back.
+MOVE_CURSORS = f"""
+WITH t AS MATERIALIZED (SELECT {NOW} AS now)
+UPDATE {{schedules}} s SET last_slot = a.last_slot, next_at = a.next_at, planned = s.spec || ' ' || s.timezone,
+  fired = s.fired + a.fired, fired_at = CASE WHEN a.fired > 0 THEN t.now ELSE s.fired_at END, error = a.error, updated_at = t.now
+FROM unnest(%(owners)s::text[], %(names)s::text[], %(was)s::bigint[], %(last_slots)s::bigint[], %(next_ats)s::bigint[],
+  %(fired)s::bigint[], %(errors)s::text[]) AS a(owner, name, was, last_slot, next_at, fired, error), t
+WHERE s.owner = a.owner AND s.name = a.name AND s.last_slot = a.was
+"""
+
 # One writer after the other, so that the order of numbers is the order of commits and a reader's cursor skips nothing. The lock is
 # taken in the FROM, before the row exists, and goes with the commit of this one statement. The commit does not wait for the disk,
 # so a bell rung without the gate holds up nobody for long.

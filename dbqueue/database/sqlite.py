@@ -40,6 +40,7 @@ from dbqueue.database.tables import (
     Fact,
     Held,
     Letter,
+    Move,
     Names,
     NewJob,
     Settlement,
@@ -97,6 +98,12 @@ SELECT id FROM {jobs} WHERE target = :target AND key = :key AND key IS NOT NULL 
 """
 
 EXISTS = "SELECT 1 FROM {jobs} WHERE id = :id UNION ALL SELECT 1 FROM {finished} WHERE id = :id LIMIT 1"
+
+MOVE_CURSOR = f"""
+UPDATE {{schedules}} SET last_slot = :last_slot, next_at = :next_at, planned = spec || ' ' || timezone, fired = fired + :fired,
+  fired_at = CASE WHEN :fired > 0 THEN {SQLITE_NOW} + :offset ELSE fired_at END, error = :error, updated_at = {SQLITE_NOW} + :offset
+WHERE owner = :owner AND name = :name AND last_slot = :was
+"""
 
 MAIL_TABLE = """
 CREATE TABLE IF NOT EXISTS {mail} (id INTEGER PRIMARY KEY AUTOINCREMENT, exchange TEXT NOT NULL, routing_key TEXT NOT NULL,
@@ -535,6 +542,21 @@ class Sqlite:
 
     def live(self, worker: str) -> Alive:
         return Alive(self.path, worker)
+
+    # -- schedules ---------------------------------------------------------------------------------------------------
+
+    def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
+        return {job.id for job in jobs if not self.enqueue(session, job).duplicate}
+
+    def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
+        moved = 0
+        for move in moves:
+            session.execute(self._text(MOVE_CURSOR), {
+                "owner": move.owner, "name": move.name, "was": move.was, "last_slot": move.last_slot, "next_at": move.next_at,
+                "fired": move.fired, "error": move.error, "offset": self.clock.offset,
+            })  # fmt: skip
+            moved += session.changed
+        return moved
 
     # -- the log of short-lived messages -----------------------------------------------------------------------------
 

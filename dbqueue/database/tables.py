@@ -143,6 +143,18 @@ class Enqueued(Struct, frozen=True, gc=False):
     duplicate: bool
 
 
+class Move(Struct, frozen=True, gc=False):
+    """A schedule's cursor goes from ``was`` to ``last_slot``; ``next_at``: when to look at it again (None: never)."""
+
+    owner: str
+    name: str
+    was: int
+    last_slot: int
+    next_at: int | None
+    fired: int = 0
+    error: str | None = None
+
+
 IN_PLACE = -1
 """A delay: again at once, at the place in its queue that the job had."""
 

@@ -185,14 +185,16 @@ def literal(value: Any) -> bytes | None:
 
 def array(items: Sequence[Any]) -> str:
     """PostgreSQL's text form of a list of numbers, texts or bytes."""
-    if items and type(items[0]) is bytes:
+    if items and type(items[0]) is bytes and None not in items:
         return '{"\\\\x' + '","\\\\x'.join([item.hex() for item in items]) + '"}'
     return "{" + ",".join([_element(item) for item in items]) + "}"
 
 
-def _element(item: str | int | None) -> str:
+def _element(item: str | int | bytes | None) -> str:
     if item is None:
         return "NULL"
+    if isinstance(item, bytes):
+        return '"\\\\x' + item.hex() + '"'
     if isinstance(item, int):
         return str(item)
     if _PLAIN(item) and item.upper() != "NULL":

@@ -70,6 +70,16 @@ _LINES: dict[type[events.Event], Callable[[Any], Line | None]] = {
     events.WorkerStopped: lambda e: (
         INFO, "worker %s stopped: %d jobs ended, %d handed back, %d left to their lease", (e.worker, e.done, e.released, e.left),
     ),
+    events.BeatStarted: lambda e: (INFO, "beat %s on %s", (e.beat, e.database)),
+    events.BeatStopped: lambda e: (INFO, "beat %s stopped: %d jobs fired", (e.beat, e.fired)),
+    events.ScheduleFired: lambda e: (
+        INFO, "schedule %s%s fired %s: job %s", (e.owner and e.owner + " ", e.name, e.slot.isoformat(), e.id),
+    ),
+    events.ScheduleBroken: lambda e: (ERROR, "schedule %s%s is set aside: %s", (e.owner and e.owner + " ", e.name, e.error)),
+    events.CursorsAhead: lambda e: (
+        WARNING, "the cursor of %s lies in the future: the database's clock went back, and they are silent until it has caught up "
+        "(`dbqueue schedules reset` begins them anew)", (", ".join(e.names),),
+    ),
     events.HistoryPruned: lambda e: (DEBUG, "history: %d rows pruned", (e.rows,)),
 }  # fmt: skip
 

@@ -301,8 +301,29 @@ CALLS: dict[str, Callable[[DBQueue], object]] = {
     "resolve": lambda q: q.resolve(NOWHERE, "discarded", datetime.now(timezone.utc)),
     "purge": lambda q: q.purge(["dead"]),
     "migrate": lambda q: q.migrate(),
+    "schedule": lambda q: q.schedule("s", "* * * * *", "raw", {}),
+    "unschedule": lambda q: q.unschedule("s"),
+    "start_schedules": lambda q: q.start_schedules(),
+    "adopt_schedules": lambda q: q.adopt_schedules(),
+    "schedules": lambda q: q.schedules(),
+    "get_schedule": lambda q: q.get_schedule("s"),
+    "pause_schedule": lambda q: q.pause_schedule("s"),
+    "resume_schedule": lambda q: q.resume_schedule("s"),
+    "reset_schedule": lambda q: q.reset_schedule("s"),
+    "run_schedule": lambda q: q.run_schedule("s"),
 }
-WITHOUT_DATABASE = {"adopt", "close", "database", "job", "options", "rebound", "settings", "targets", "write"}
+WITHOUT_DATABASE = {
+    "adopt",
+    "close",
+    "database",
+    "job",
+    "options",
+    "periodic",
+    "rebound",
+    "settings",
+    "targets",
+    "write",
+}
 
 
 def test_every_public_call_is_known_here() -> None:

@@ -32,7 +32,7 @@ CREATE TABLE {schedules} (
     PRIMARY KEY (owner, name)
 ) WITH (fillfactor = 70);
 CREATE INDEX {prefix}schedules_next ON {schedules} (owner, next_at) WHERE next_at IS NOT NULL;
-CREATE INDEX {prefix}schedules_unplanned ON {schedules} (owner) WHERE planned IS DISTINCT FROM (spec || ' ' || timezone);
+CREATE INDEX {prefix}schedules_unplanned ON {schedules} (owner) WHERE planned IS NULL OR planned <> spec || ' ' || timezone;
 
 -- Whose version of a Celery app's entries is the valid one: that of the beat that started last.
 CREATE TABLE {owners} (
