@@ -14,6 +14,7 @@ from dbqueue.clock import Clock
 from dbqueue.database.alive import Alive
 from dbqueue.database.tables import (
     Changed,
+    ChordCount,
     Due,
     Enqueued,
     Fact,
@@ -23,6 +24,7 @@ from dbqueue.database.tables import (
     Names,
     NewJob,
     Settlement,
+    StoredResult,
     Turn,
     TurnResult,
 )
@@ -86,6 +88,13 @@ class Dialect(Protocol):
 
     def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
         """Each by compare-and-set on where the cursor was; returns how many moved."""
+
+    # results
+    def store_result(self, session: Session, result: StoredResult) -> None: ...
+    def count_part(
+        self, session: Session, group_id: str, task_id: str, part: int, meta: bytes, ttl: int | None
+    ) -> ChordCount:
+        """Counts a part once, and holds the chord's row until the transaction ends."""
 
     # the log of short-lived messages
     def mail_session(self) -> OwnSession | None: ...

@@ -130,10 +130,14 @@ class Database:
     def sleeper(self, session: OwnSession, queues: tuple[str, ...]) -> Sleeper | None:
         """What wakes a worker on these queues before its poll; None: notification is switched off."""
         if isinstance(self.dialect, Postgres):
-            with self.errors():
-                return Listener(self.dialect, self.dialect.names, self.listen_url, queues) if self.notify else None
+            return self.listener(queues)
         also = self.dialect.mail_session() if any(queue.startswith(BELL) for queue in queues) else None
         return DataVersion(session, also)
+
+    def listener(self, queues: tuple[str, ...]) -> Listener | None:
+        assert isinstance(self.dialect, Postgres)
+        with self.errors():
+            return Listener(self.dialect, self.dialect.names, self.listen_url, queues) if self.notify else None
 
     @contextmanager
     def session(self) -> Iterator[OwnSession]:

@@ -36,12 +36,14 @@ from dbqueue.database.postgres_statements import (
     CANCEL,
     CLAIM_MARKED,
     CLAIM_SWEEP,
+    COUNT_PART,
     ENQUEUE,
     ENQUEUE_MANY,
     EXISTS,
     EXPIRE,
     GATE,
     INSERT_DUE,
+    LOCK_CHORD,
     LOOK,
     MOVE_CURSORS,
     NOW,
@@ -62,9 +64,11 @@ from dbqueue.database.postgres_statements import (
     SETTLE,
     SETTLE_FAST,
     SHORTEN,
+    STORE_RESULT,
 )
 from dbqueue.database.tables import (
     Changed,
+    ChordCount,
     ClaimedRow,
     ClaimRequest,
     Due,
@@ -76,6 +80,7 @@ from dbqueue.database.tables import (
     Names,
     NewJob,
     Settlement,
+    StoredResult,
     Turn,
     TurnResult,
 )
@@ -263,6 +268,8 @@ class Postgres:
         self._renew, self._probe, self._release_unknown = fill(RENEW), fill(PROBE), fill(RELEASE_UNKNOWN)
         self._look, self._shorten = fill(LOOK), fill(SHORTEN)
         self._insert_due, self._move_cursors = fill(INSERT_DUE), fill(MOVE_CURSORS)
+        store = STORE_RESULT if notify else STORE_RESULT.replace(GATE.replace("{queue}", "%(bell)s::text"), "false")
+        self._store_result, self._lock_chord, self._count_part = fill(store), fill(LOCK_CHORD), fill(COUNT_PART)
         self._portable: dict[str, str] = {}
         self._post = fill(POST).replace("{notify}", str(notify).lower())
         self._sweep_texts: dict[int, str] = {}
@@ -452,6 +459,24 @@ class Postgres:
             "fired": [move.fired for move in moves], "errors": [move.error for move in moves],
         })  # fmt: skip
         return session.changed
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def store_result(self, session: Session, result: StoredResult) -> None:
+        session.execute(self._store_result, self._clock() | {
+            "task_id": result.task_id, "state": result.state, "meta": result.meta, "ttl": result.ttl, "bell": result.bell,
+            "salt": self.names.salt,
+        })  # fmt: skip
+
+    def count_part(
+        self, session: Session, group_id: str, task_id: str, part: int, meta: bytes, ttl: int | None
+    ) -> ChordCount:
+        row = session.execute(self._lock_chord, self._clock() | {"group_id": group_id, "ttl": ttl})[0]
+        if row[0]:
+            return ChordCount(0, None, True)
+        params = {"group_id": group_id, "task_id": task_id, "part": part, "meta": meta}
+        returned, size = session.execute(self._count_part, params)[0]
+        return ChordCount(int(returned), None if size is None else int(size), False)
 
     # -- the log of short-lived messages -----------------------------------------------------------------------------
 

@@ -92,6 +92,31 @@ FROM unnest(%(owners)s::text[], %(names)s::text[], %(was)s::bigint[], %(last_slo
 WHERE s.owner = a.owner AND s.name = a.name AND s.last_slot = a.was
 """
 
+# A success stays until it has expired: a second run of its task (redelivered after a lost worker) must not take it back. The gate stands
+# in the RETURNING, as in ENQUEUE.
+STORE_RESULT = f"""
+WITH t AS MATERIALIZED (SELECT {NOW} AS now),
+ins AS (INSERT INTO {{results}} AS r (task_id, state, meta, expires_at, stored_at)
+  SELECT %(task_id)s::text, %(state)s::text, %(meta)s::bytea, t.now + %(ttl)s::bigint, t.now FROM t
+  ON CONFLICT (task_id) DO UPDATE SET state = excluded.state, meta = excluded.meta, expires_at = excluded.expires_at,
+    stored_at = excluded.stored_at
+  WHERE r.state <> 'SUCCESS' OR r.expires_at <= excluded.stored_at
+  RETURNING {GATE} AS sleeper)
+SELECT CASE WHEN sleeper THEN {RING} END IS NOT NULL FROM ins
+""".replace("{queue}", "%(bell)s::text")
+
+# The chord's row is locked first and read as it is then (DO UPDATE does both), the part written and counted under that lock.
+LOCK_CHORD = f"""
+WITH t AS MATERIALIZED (SELECT {NOW} AS now)
+INSERT INTO {{chords}} AS c (group_id, expires_at) SELECT %(group_id)s::text, t.now + %(ttl)s::bigint FROM t
+ON CONFLICT (group_id) DO UPDATE SET expires_at = excluded.expires_at RETURNING done
+"""
+COUNT_PART = """
+WITH ins AS (INSERT INTO {chord_parts} (group_id, task_id, part, meta)
+  VALUES (%(group_id)s::text, %(task_id)s::text, %(part)s::integer, %(meta)s::bytea) ON CONFLICT DO NOTHING RETURNING 1)
+UPDATE {chords} SET returned = returned + (SELECT count(*) FROM ins) WHERE group_id = %(group_id)s::text RETURNING returned, size + extra
+"""
+
 # One writer after the other, so that the order of numbers is the order of commits and a reader's cursor skips nothing. The lock is
 # taken in the FROM, before the row exists, and goes with the commit of this one statement. The commit does not wait for the disk,
 # so a bell rung without the gate holds up nobody for long.

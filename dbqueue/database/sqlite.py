@@ -33,6 +33,7 @@ from dbqueue.database.tables import (
     FINISHED_COLUMNS,
     JOB_COLUMNS,
     Changed,
+    ChordCount,
     ClaimedRow,
     ClaimRequest,
     Due,
@@ -44,6 +45,7 @@ from dbqueue.database.tables import (
     Names,
     NewJob,
     Settlement,
+    StoredResult,
     Turn,
     TurnResult,
 )
@@ -104,6 +106,23 @@ UPDATE {{schedules}} SET last_slot = :last_slot, next_at = :next_at, planned = s
   fired_at = CASE WHEN :fired > 0 THEN {SQLITE_NOW} + :offset ELSE fired_at END, error = :error, updated_at = {SQLITE_NOW} + :offset
 WHERE owner = :owner AND name = :name AND last_slot = :was
 """
+
+STORE_RESULT = f"""
+INSERT INTO {{results}} AS r (task_id, state, meta, expires_at, stored_at)
+SELECT :task_id, :state, :meta, now + :ttl, now FROM (SELECT {SQLITE_NOW} + :offset AS now) WHERE 1 = 1
+ON CONFLICT (task_id) DO UPDATE SET state = excluded.state, meta = excluded.meta, expires_at = excluded.expires_at,
+  stored_at = excluded.stored_at
+WHERE r.state <> 'SUCCESS' OR r.expires_at <= excluded.stored_at
+"""
+LOCK_CHORD = f"""
+INSERT INTO {{chords}} (group_id, expires_at) VALUES (:group_id, {SQLITE_NOW} + :offset + :ttl)
+ON CONFLICT (group_id) DO UPDATE SET expires_at = excluded.expires_at
+"""
+CHORD = "SELECT returned, size + extra, done FROM {chords} WHERE group_id = :group_id"
+WRITE_PART = """
+INSERT INTO {chord_parts} (group_id, task_id, part, meta) VALUES (:group_id, :task_id, :part, :meta) ON CONFLICT DO NOTHING
+"""
+COUNT_PART = "UPDATE {chords} SET returned = returned + :counted WHERE group_id = :group_id"
 
 MAIL_TABLE = """
 CREATE TABLE IF NOT EXISTS {mail} (id INTEGER PRIMARY KEY AUTOINCREMENT, exchange TEXT NOT NULL, routing_key TEXT NOT NULL,
@@ -557,6 +576,26 @@ class Sqlite:
             })  # fmt: skip
             moved += session.changed
         return moved
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def store_result(self, session: Session, result: StoredResult) -> None:
+        session.execute(self._text(STORE_RESULT), {
+            "task_id": result.task_id, "state": result.state, "meta": result.meta, "ttl": result.ttl, "offset": self.clock.offset,
+        })  # fmt: skip
+
+    def count_part(
+        self, session: Session, group_id: str, task_id: str, part: int, meta: bytes, ttl: int | None
+    ) -> ChordCount:
+        key = {"group_id": group_id}
+        session.execute(self._text(LOCK_CHORD), {**key, "ttl": ttl, "offset": self.clock.offset})
+        if session.execute(self._text(CHORD), key)[0][2]:
+            return ChordCount(0, None, True)
+        session.execute(self._text(WRITE_PART), {**key, "task_id": task_id, "part": part, "meta": meta})
+        if session.changed == 1:
+            session.execute(self._text(COUNT_PART), {**key, "counted": 1})
+        returned, size, _ = session.execute(self._text(CHORD), key)[0]
+        return ChordCount(returned, size, False)
 
     # -- the log of short-lived messages -----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, Small
 
 from dbqueue.states import Kind, OnCrash, State
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """The newest migration that this code knows."""
 
 _BOTH = (
@@ -46,7 +46,7 @@ _INSTANTS = {
 
 TABLES = (
     "jobs", "finished", "meta", "migrations", "view", "exchanges", "queues", "bindings", "consumers", "mail", "mail_ids", "cursors",
-    "revoked", "schedules", "owners", "locks",
+    "revoked", "schedules", "owners", "locks", "results", "groups", "chords", "chord_parts",
 )  # fmt: skip
 
 BEST_PRIORITY, DEFAULT_PRIORITY = 9, 0
@@ -153,6 +153,29 @@ class Move(Struct, frozen=True, gc=False):
     next_at: int | None
     fired: int = 0
     error: str | None = None
+
+
+class StoredResult(Struct, frozen=True, gc=False):
+    """What a task came to, as Celery's serializer wrote it. ``bell``: the name under which those sleep that wait for it; ``ttl`` in
+    microseconds, None: for ever."""
+
+    task_id: str
+    state: str
+    meta: bytes
+    bell: str
+    ttl: int | None
+
+
+class ChordCount(Struct, frozen=True, gc=False):
+    """How many parts of a chord have returned, of how many (None: not all are published), and whether its body was dealt with."""
+
+    returned: int
+    size: int | None
+    done: bool
+
+    @property
+    def complete(self) -> bool:
+        return self.size is not None and self.returned >= self.size and not self.done
 
 
 IN_PLACE = -1

@@ -103,17 +103,24 @@ class Listener:
 
     def __init__(self, dialect: Postgres, names: Names, url: Any, queues: tuple[str, ...]) -> None:
         self._connection = dialect.connect(url)
-        try:
-            rows = self._run(KEYS, {"queues": list(queues), "salt": names.salt})
-            self._keys = [int(key) for queue, key in rows if not queue.startswith(BELL)]
-            for _, key in rows:
-                self._run(f'LISTEN "dbqueue_{int(key) & 0xFFFFFFFFFFFFFFFF:x}"')
-        except BaseException:
-            self._connection.close()
-            raise
+        self._salt = names.salt
+        self._keys: list[int] = []
         self.announced = self.settled = False
         self._since = 0
         self._heard = False
+        try:
+            self.also(queues)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def also(self, queues: tuple[str, ...]) -> None:
+        """Hears of these too; the sleep is to be announced anew."""
+        self.wake()
+        rows = self._run(KEYS, {"queues": list(queues), "salt": self._salt})
+        for _, key in rows:
+            self._run(f'LISTEN "dbqueue_{int(key) & 0xFFFFFFFFFFFFFFFF:x}"')
+        self._keys += [int(key) for queue, key in rows if not queue.startswith(BELL)]
 
     def _run(self, statement: str, params: Mapping[str, Any] | None = None) -> list[tuple[str, ...]]:
         """The rows as texts. Below the cursor, which would wait for ever. Raises the driver's error, also after PATIENCE."""

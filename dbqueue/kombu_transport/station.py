@@ -42,7 +42,6 @@ from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport.express import GUARD, Express
 from dbqueue.kombu_transport.housekeeping import Housekeeping
-from dbqueue.kombu_transport.idle import IdleSessions
 from dbqueue.kombu_transport.ledger import Delivery, Ledger
 from dbqueue.kombu_transport.message import NOTICE, id_of, is_control, rank_of
 from dbqueue.kombu_transport.options import Options
@@ -50,6 +49,7 @@ from dbqueue.mail import Binding, Item, Mail, bells, control_since
 from dbqueue.queue import open_database
 from dbqueue.routing import Route
 from dbqueue.runtime.connection import CLAIM_ANYWAY, SWEEP_PAUSE, Connection
+from dbqueue.runtime.idle import IdleSessions
 from dbqueue.runtime.running import NEVER
 from dbqueue.runtime.upkeep import Upkeep
 from dbqueue.runtime.wake import Wake

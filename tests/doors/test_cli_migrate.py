@@ -28,18 +28,19 @@ def run_sql(url: str, script: str) -> None:
 def test_migrate_applies_once(cli: Run, database_url: str) -> None:
     assert cli("migrate", "--url", database_url, "--dry-run") == (
         0,
-        "would apply 0001_jobs\nwould apply 0002_messages\nwould apply 0003_schedules\n",
+        "would apply 0001_jobs\nwould apply 0002_messages\nwould apply 0003_schedules\nwould apply 0004_results\n",
         "",
     )
     assert cli("migrate", "--url", database_url, "--dry-run", "--json").json == {
         "dry_run": True, "migrations": [{"version": 1, "name": "jobs"}, {"version": 2, "name": "messages"},
             {"version": 3, "name": "schedules"},
+            {"version": 4, "name": "results"},
         ],
     }  # fmt: skip
     assert cli("queues", "--url", database_url).code == 4, "a dry run, or a look, has made the tables"
     assert cli("migrate", "--url", database_url) == (
         0,
-        "applied 0001_jobs\napplied 0002_messages\napplied 0003_schedules\n",
+        "applied 0001_jobs\napplied 0002_messages\napplied 0003_schedules\napplied 0004_results\n",
         "",
     )
     assert cli("migrate", "--url", database_url) == (0, "", "Nothing to apply.\n")

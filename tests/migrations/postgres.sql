@@ -5,6 +5,24 @@ CREATE TABLE dbqueue_bindings (
     CONSTRAINT dbqueue_bindings_pkey PRIMARY KEY (exchange, queue, routing_key)
 );
 
+CREATE TABLE dbqueue_chord_parts (
+    group_id text NOT NULL,
+    task_id text NOT NULL,
+    part integer NOT NULL,
+    meta bytea NOT NULL,
+    CONSTRAINT dbqueue_chord_parts_pkey PRIMARY KEY (group_id, task_id, part)
+);
+
+CREATE TABLE dbqueue_chords (
+    group_id text NOT NULL,
+    size integer,
+    extra integer NOT NULL DEFAULT 0,
+    returned integer NOT NULL DEFAULT 0,
+    done boolean NOT NULL DEFAULT false,
+    expires_at bigint,
+    CONSTRAINT dbqueue_chords_pkey PRIMARY KEY (group_id)
+) WITH (fillfactor=50);
+
 CREATE TABLE dbqueue_consumers (
     tag text NOT NULL,
     queue text NOT NULL,
@@ -58,6 +76,13 @@ CREATE TABLE dbqueue_finished (
     CONSTRAINT dbqueue_finished_pkey PRIMARY KEY (id, finished_at),
     CONSTRAINT dbqueue_finished_state_check CHECK (((state >= 4) AND (state <= 8)))
 ) WITH (autovacuum_vacuum_cost_delay=0, autovacuum_vacuum_scale_factor=0.02, autovacuum_vacuum_threshold=5000);
+
+CREATE TABLE dbqueue_groups (
+    group_id text NOT NULL,
+    meta bytea NOT NULL,
+    expires_at bigint,
+    CONSTRAINT dbqueue_groups_pkey PRIMARY KEY (group_id)
+);
 
 CREATE TABLE dbqueue_jobs (
     id uuid NOT NULL,
@@ -149,6 +174,15 @@ CREATE TABLE dbqueue_queues (
     CONSTRAINT dbqueue_queues_pkey PRIMARY KEY (name)
 );
 
+CREATE TABLE dbqueue_results (
+    task_id text NOT NULL,
+    state text NOT NULL,
+    meta bytea NOT NULL,
+    expires_at bigint,
+    stored_at bigint NOT NULL,
+    CONSTRAINT dbqueue_results_pkey PRIMARY KEY (task_id)
+);
+
 CREATE TABLE dbqueue_revoked (
     task_id text NOT NULL,
     until bigint NOT NULL,
@@ -191,6 +225,12 @@ CREATE UNIQUE INDEX dbqueue_bindings_pkey ON public.dbqueue_bindings USING btree
 
 CREATE INDEX dbqueue_bindings_queue ON public.dbqueue_bindings USING btree (queue);
 
+CREATE UNIQUE INDEX dbqueue_chord_parts_pkey ON public.dbqueue_chord_parts USING btree (group_id, task_id, part);
+
+CREATE INDEX dbqueue_chords_expires ON public.dbqueue_chords USING btree (expires_at) WHERE (expires_at IS NOT NULL);
+
+CREATE UNIQUE INDEX dbqueue_chords_pkey ON public.dbqueue_chords USING btree (group_id);
+
 CREATE UNIQUE INDEX dbqueue_consumers_pkey ON public.dbqueue_consumers USING btree (tag);
 
 CREATE INDEX dbqueue_consumers_queue ON public.dbqueue_consumers USING btree (queue);
@@ -204,6 +244,10 @@ CREATE UNIQUE INDEX dbqueue_finished_pkey ON public.dbqueue_finished USING btree
 CREATE INDEX dbqueue_finished_prune ON public.dbqueue_finished USING btree (state, finished_at);
 
 CREATE INDEX dbqueue_finished_task ON public.dbqueue_finished USING btree (task_id) WHERE (task_id IS NOT NULL);
+
+CREATE INDEX dbqueue_groups_expires ON public.dbqueue_groups USING btree (expires_at) WHERE (expires_at IS NOT NULL);
+
+CREATE UNIQUE INDEX dbqueue_groups_pkey ON public.dbqueue_groups USING btree (group_id);
 
 CREATE INDEX dbqueue_jobs_claim ON public.dbqueue_jobs USING btree (queue, priority, ready_at, id) WHERE (ready_at IS NOT NULL);
 
@@ -230,6 +274,10 @@ CREATE UNIQUE INDEX dbqueue_migrations_pkey ON public.dbqueue_migrations USING b
 CREATE UNIQUE INDEX dbqueue_owners_pkey ON public.dbqueue_owners USING btree (app);
 
 CREATE UNIQUE INDEX dbqueue_queues_pkey ON public.dbqueue_queues USING btree (name);
+
+CREATE INDEX dbqueue_results_expires ON public.dbqueue_results USING btree (expires_at) WHERE (expires_at IS NOT NULL);
+
+CREATE UNIQUE INDEX dbqueue_results_pkey ON public.dbqueue_results USING btree (task_id);
 
 CREATE UNIQUE INDEX dbqueue_revoked_pkey ON public.dbqueue_revoked USING btree (task_id);
 

@@ -28,6 +28,25 @@ CREATE TABLE "dbqueue_bindings" (
 
 CREATE INDEX dbqueue_bindings_queue ON "dbqueue_bindings" (queue);
 
+CREATE TABLE "dbqueue_chord_parts" (
+    group_id TEXT NOT NULL,
+    task_id TEXT NOT NULL,
+    part INTEGER NOT NULL,  -- its place in the header; a redelivered part counts once
+    meta BLOB NOT NULL,
+    PRIMARY KEY (group_id, task_id, part)
+);
+
+CREATE TABLE "dbqueue_chords" (
+    group_id TEXT NOT NULL PRIMARY KEY,
+    size INTEGER,  -- null: not all parts are published yet
+    extra INTEGER NOT NULL DEFAULT 0,  -- parts that were added by others (add_to_chord)
+    returned INTEGER NOT NULL DEFAULT 0,
+    done INTEGER NOT NULL DEFAULT 0,
+    expires_at INTEGER
+);
+
+CREATE INDEX dbqueue_chords_expires ON "dbqueue_chords" (expires_at) WHERE expires_at IS NOT NULL;
+
 CREATE TABLE "dbqueue_consumers" (
     tag TEXT NOT NULL PRIMARY KEY,
     queue TEXT NOT NULL,
@@ -76,6 +95,14 @@ CREATE TABLE "dbqueue_finished" (
 CREATE INDEX dbqueue_finished_prune ON "dbqueue_finished" (state, finished_at);
 
 CREATE INDEX dbqueue_finished_task ON "dbqueue_finished" (task_id) WHERE task_id IS NOT NULL;
+
+CREATE TABLE "dbqueue_groups" (
+    group_id TEXT NOT NULL PRIMARY KEY,
+    meta BLOB NOT NULL,
+    expires_at INTEGER
+);
+
+CREATE INDEX dbqueue_groups_expires ON "dbqueue_groups" (expires_at) WHERE expires_at IS NOT NULL;
 
 CREATE TABLE "dbqueue_jobs" (
     id BLOB NOT NULL PRIMARY KEY,
@@ -158,6 +185,16 @@ CREATE TABLE "dbqueue_queues" (
     consumed INTEGER NOT NULL DEFAULT 0,  -- had a consumer once: what auto_delete waits for
     used_at INTEGER NOT NULL
 );
+
+CREATE TABLE "dbqueue_results" (
+    task_id TEXT NOT NULL PRIMARY KEY,
+    state TEXT NOT NULL,  -- Celery's
+    meta BLOB NOT NULL,
+    expires_at INTEGER,
+    stored_at INTEGER NOT NULL
+);
+
+CREATE INDEX dbqueue_results_expires ON "dbqueue_results" (expires_at) WHERE expires_at IS NOT NULL;
 
 CREATE TABLE "dbqueue_revoked" (
     task_id TEXT NOT NULL PRIMARY KEY,

@@ -55,7 +55,7 @@ def of_postgres() -> dict[str, str]:
         if isinstance(text, str)
         and name.isupper()
         and not name.startswith("_")
-        and re.search(r"\{(jobs|finished|schedules)\}", text)
+        and re.search(r"\{(jobs|finished|schedules|results|chords)\}", text)
     }
     filled = {name: text for name, text in named.items() if not re.search(r"\{\w+\}", text)}
     return with_the_brokers(dialect, filled | texts | of_views(dialect))

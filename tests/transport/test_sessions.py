@@ -19,7 +19,7 @@ import pytest
 
 from dbqueue import ConnectionLost, DBQueue
 from dbqueue.database.engine import Database
-from dbqueue.kombu_transport import idle
+from dbqueue.runtime import idle
 from tests.bouncer import bounced
 from tests.servers import Server
 from tests.transport.shops import Shop, need_package

@@ -1,0 +1,165 @@
+"""Results of Celery tasks, groups and chords. Verbs on the caller's session, which never commit; what is stored is opaque here.
+
+A result has a state and, if it is not kept for ever, an instant at which it is gone for every reader, whether it was pruned by then or
+not. A success is final. A chord is counted in its row: whoever counts the last part holds the row's lock until the
+transaction ends, and deals with the body in that same transaction, so a chord has one body however its parts return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from zlib import crc32
+
+from dbqueue.database.dialect import Dialect, Session
+from dbqueue.database.postgres import as_text
+from dbqueue.database.tables import ChordCount, StoredResult
+
+BELLS = 64
+"""Names under which waiting processes sleep: each result rings one of them, so that a process is seldom woken for others' results."""
+LAST_PART = 2**31 - 1
+"""The place of a part that does not say where it belongs."""
+AT_ONCE = 512
+"""Ids in one statement."""
+TABLES = ("results", "groups", "chords")
+
+
+def bell(task_id: str) -> str:
+    return f"dbqueue.result.{crc32(task_id.encode()) % BELLS}"
+
+
+def store(dialect: Dialect, session: Session, task_id: str, state: str, meta: bytes, ttl: int | None) -> None:
+    dialect.store_result(session, StoredResult(task_id, state, meta, bell(task_id), ttl))
+
+
+def load(dialect: Dialect, session: Session, task_ids: Iterable[str]) -> dict[str, tuple[str, bytes]]:
+    """State and meta of those that are there and have not expired."""
+    found: dict[str, tuple[str, bytes]] = {}
+    for names in _batches(list(task_ids)):
+        rows = session.execute(
+            dialect.portable(
+                f"SELECT task_id, state, meta FROM {{results}} WHERE task_id IN ({', '.join(':' + name for name in names)}) "
+                "AND (expires_at IS NULL OR expires_at > {now})"
+            ),
+            {**names, "offset": dialect.clock.offset},
+        )
+        found.update({as_text(row[0]): (as_text(row[1]), bytes(row[2])) for row in rows})
+    return found
+
+
+def forget(dialect: Dialect, session: Session, task_id: str) -> None:
+    session.execute(dialect.portable("DELETE FROM {results} WHERE task_id = :task_id"), {"task_id": task_id})
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def save_group(dialect: Dialect, session: Session, group_id: str, meta: bytes, ttl: int | None) -> None:
+    session.execute(
+        dialect.portable(
+            "INSERT INTO {groups} (group_id, meta, expires_at) SELECT :group_id, :meta, {now} + :ttl WHERE 1 = 1 "
+            "ON CONFLICT (group_id) DO UPDATE SET meta = excluded.meta, expires_at = excluded.expires_at"
+        ),
+        {"group_id": group_id, "meta": meta, "ttl": ttl, "offset": dialect.clock.offset},
+    )
+
+
+def load_group(dialect: Dialect, session: Session, group_id: str) -> bytes | None:
+    rows = session.execute(
+        dialect.portable(
+            "SELECT meta FROM {groups} WHERE group_id = :group_id AND (expires_at IS NULL OR expires_at > {now})"
+        ),
+        {"group_id": group_id, "offset": dialect.clock.offset},
+    )
+    return bytes(rows[0][0]) if rows else None
+
+
+def delete_group(dialect: Dialect, session: Session, group_id: str) -> None:
+    session.execute(dialect.portable("DELETE FROM {groups} WHERE group_id = :group_id"), {"group_id": group_id})
+
+
+# -- chords ------------------------------------------------------------------------------------------------------------
+
+
+def set_chord_size(dialect: Dialect, session: Session, group_id: str, size: int, ttl: int | None) -> None:
+    """Said before the last part is published. A chord whose body was dealt with begins anew: a frozen one may be applied again."""
+    session.execute(
+        dialect.portable(
+            "INSERT INTO {chords} AS c (group_id, size, expires_at) SELECT :group_id, :size, {now} + :ttl WHERE 1 = 1 "
+            "ON CONFLICT (group_id) DO UPDATE SET size = excluded.size, expires_at = excluded.expires_at, done = :no, "
+            "returned = CASE WHEN c.done = :yes THEN 0 ELSE c.returned END, extra = CASE WHEN c.done = :yes THEN 0 ELSE c.extra END"
+        ),
+        {"group_id": group_id, "size": size, "ttl": ttl, "no": False, "yes": True, "offset": dialect.clock.offset},
+    )
+
+
+def add_to_chord(dialect: Dialect, session: Session, group_id: str, ttl: int | None) -> None:
+    """One part more than its size says; the caller is a part itself, so the chord cannot be complete."""
+    session.execute(
+        dialect.portable(
+            "INSERT INTO {chords} AS c (group_id, extra, expires_at) SELECT :group_id, 1, {now} + :ttl WHERE 1 = 1 "
+            "ON CONFLICT (group_id) DO UPDATE SET extra = c.extra + 1"
+        ),
+        {"group_id": group_id, "ttl": ttl, "offset": dialect.clock.offset},
+    )
+
+
+def count_part(
+    dialect: Dialect, session: Session, group_id: str, task_id: str, part: int, meta: bytes, ttl: int | None
+) -> ChordCount:
+    return dialect.count_part(session, group_id, task_id, part, meta, ttl)
+
+
+def chord_parts(dialect: Dialect, session: Session, group_id: str) -> list[bytes]:
+    """What the parts returned, in the order of the header."""
+    rows = session.execute(
+        dialect.portable("SELECT meta FROM {chord_parts} WHERE group_id = :group_id ORDER BY part, task_id"),
+        {"group_id": group_id},
+    )
+    return [bytes(row[0]) for row in rows]
+
+
+def end_chord(dialect: Dialect, session: Session, group_id: str) -> bool:
+    """Its body was dealt with: what comes later counts no more. False: somebody said so before."""
+    key = {"group_id": group_id}
+    session.execute(
+        dialect.portable("UPDATE {chords} SET done = :yes WHERE group_id = :group_id AND done = :no"),
+        {**key, "yes": True, "no": False},
+    )
+    ended = session.changed == 1
+    session.execute(dialect.portable("DELETE FROM {chord_parts} WHERE group_id = :group_id"), key)
+    return ended
+
+
+# -- what has expired --------------------------------------------------------------------------------------------------
+
+
+def prune(dialect: Dialect, session: Session, limit: int) -> int:
+    """Deletes up to ``limit`` rows of each kind that have expired, skipping what others hold; returns how many."""
+    now, pruned = dialect.now(session), 0
+    for table, key in (("results", "task_id"), ("groups", "group_id"), ("chords", "group_id")):
+        rows = session.execute(
+            dialect.portable(
+                f"SELECT {key} FROM {{{table}}} WHERE expires_at <= :now ORDER BY expires_at LIMIT {limit} {{skip_locked}}"
+            ),
+            {"now": now},
+        )
+        gone = [as_text(row[0]) for row in rows]
+        for name in ("chords", "chord_parts") if table == "chords" else (table,):
+            _delete(dialect, session, name, key, gone)
+        pruned += len(gone)
+    return pruned
+
+
+def _delete(dialect: Dialect, session: Session, table: str, key: str, gone: Sequence[str]) -> None:
+    for names in _batches(gone):
+        session.execute(
+            dialect.portable(f"DELETE FROM {{{table}}} WHERE {key} IN ({', '.join(':' + n for n in names)})"), names
+        )
+
+
+def _batches(values: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Named parameters for IN lists, filled up to a power of two by repeating the last: there are few texts, so each is prepared."""
+    for start in range(0, len(values), AT_ONCE):
+        batch = values[start : start + AT_ONCE]
+        width = 1 << (len(batch) - 1).bit_length()
+        yield {f"v{n}": batch[min(n, len(batch) - 1)] for n in range(width)}

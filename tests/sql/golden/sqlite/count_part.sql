@@ -1,0 +1,1 @@
+UPDATE "dbqueue_chords" SET returned = returned + :counted WHERE group_id = :group_id
