@@ -22,6 +22,9 @@ from dbqueue.errors import (
     JobError,
     JobNotFound,
     KeyTaken,
+    LeadershipLost,
+    LockLost,
+    LockTaken,
     LostClaim,
     NotInTransaction,
     NotSupported,
@@ -39,6 +42,7 @@ from dbqueue.errors import (
     Unroutable,
     WouldDeadlock,
 )
+from dbqueue.locks import Lock
 from dbqueue.payload import CorruptPayload, ModelId
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
@@ -75,6 +79,10 @@ __all__ = [
     "JobRecord",
     "JobRef",
     "KeyTaken",
+    "LeadershipLost",
+    "Lock",
+    "LockLost",
+    "LockTaken",
     "LostClaim",
     "ModelId",
     "NotInTransaction",

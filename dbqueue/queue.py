@@ -28,6 +28,7 @@ from dbqueue.database.engine import Database
 from dbqueue.database.migrate import Migration
 from dbqueue.database.tables import DEFAULT_PRIORITY, ClaimRequest, Enqueued, NewJob, Turn, stored_priority
 from dbqueue.errors import ConfigError, ConnectionLost, InvalidArgument, InvalidTarget, NotSupported
+from dbqueue.locks import Lock
 from dbqueue.payload import MAX_PAYLOAD_BYTES
 from dbqueue.states import State
 from dbqueue.targets import Declare, JobRef, Target, _when, declare, told
@@ -250,6 +251,14 @@ class DBQueue:
                 if due.promoted or due.again:
                     rows = database.dialect.turn(session, Turn(claim=request)).claimed
         return ClaimedJob(database, rows[0], lease_us, RAW_BACKOFF) if rows else None
+
+    # -- locks -------------------------------------------------------------------------------------------------------
+
+    def lock(self, name: str, ttl: float = 30.0) -> Lock:
+        """A lock of the database (A7), not taken yet: ``with queue.lock("import", ttl=60): ...``, or ``acquire``, ``renew`` and
+        ``release``. ``ttl``: seconds (0.1 to 86,400) after which it ends unless it was renewed, by the database's clock. Raises
+        InvalidName, ReservedName, InvalidArgument; nothing is asked of the database."""
+        return Lock(self.database, config.check_name("lock", name), ttl)
 
     # -- one job by hand ---------------------------------------------------------------------------------------------
 
