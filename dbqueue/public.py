@@ -43,6 +43,7 @@ from dbqueue.errors import (
     WouldDeadlock,
 )
 from dbqueue.locks import Lock
+from dbqueue.outbox import Outbox, OutboxMessage
 from dbqueue.payload import CorruptPayload, ModelId
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
@@ -87,6 +88,8 @@ __all__ = [
     "ModelId",
     "NotInTransaction",
     "NotSupported",
+    "Outbox",
+    "OutboxMessage",
     "Port",
     "QueueDepth",
     "QueueError",

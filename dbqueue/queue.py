@@ -16,8 +16,6 @@ from datetime import datetime
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-import msgspec
-
 from dbqueue import clock, ids, jobs, views
 from dbqueue import settings as config
 from dbqueue.claimed import ClaimedJob
@@ -29,7 +27,8 @@ from dbqueue.database.migrate import Migration
 from dbqueue.database.tables import DEFAULT_PRIORITY, ClaimRequest, Enqueued, NewJob, Turn, stored_priority
 from dbqueue.errors import ConfigError, ConnectionLost, InvalidArgument, InvalidTarget, NotSupported
 from dbqueue.locks import Lock
-from dbqueue.payload import MAX_PAYLOAD_BYTES
+from dbqueue.outbox import Outbox
+from dbqueue.payload import encode_json
 from dbqueue.states import State
 from dbqueue.targets import Declare, JobRef, Target, _when, declare, told
 from dbqueue.views import JobRecord, QueueDepth
@@ -214,16 +213,7 @@ class DBQueue:
         like every enqueue. At most one unfinished job of the queue has ``key``."""
         config.check_name("queue", name)
         config.check_target_policy(f"raw queue {name}", max_attempts=max_attempts, timeout=1, priority=priority)
-        try:
-            data = msgspec.json.encode(payload)
-        except (TypeError, ValueError, RecursionError, OverflowError) as error:
-            raise InvalidArgument(
-                f"raw queue {name!r}: the payload is no JSON value ({type(error).__name__})"
-            ) from None
-        if len(data) > MAX_PAYLOAD_BYTES:
-            raise InvalidArgument(
-                f"raw queue {name!r}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}"
-            )
+        data = encode_json(f"raw queue {name!r}", payload)
         at, wait = _when(run_at, delay)
         job = NewJob(
             id=ids.new_id(), target=f"{config.RESERVED_PREFIX}raw.{name}", queue=name, payload=data, max_attempts=max_attempts,
@@ -240,17 +230,27 @@ class DBQueue:
         has ended by the database's clock. Whoever holds it calls ``heartbeat`` in time and ends with ``ack`` or ``retry``."""
         config.check_name("queue", name)
         config.check_name("worker", worker_id)
-        lease_us = lease_microseconds(lease)
+        return self.take(name, worker_id, lease_microseconds(lease), RAW_BACKOFF)
+
+    def take(self, queue: str, worker: str, lease: int, backoff: float) -> ClaimedJob | None:
+        """Claims from a queue whose name is checked already."""
         database = self.database
         database.ready()
-        request = ClaimRequest((name,), 1, worker_id, ids.new_token(), lease_us)
+        request = ClaimRequest((queue,), 1, worker, ids.new_token(), lease)
         with database.session() as session:
             rows = database.dialect.turn(session, Turn(claim=request)).claimed
             if not rows:
-                due = database.dialect.upkeep(session, 100, (name,))
+                due = database.dialect.upkeep(session, 100, (queue,))
                 if due.promoted or due.again:
                     rows = database.dialect.turn(session, Turn(claim=request)).claimed
-        return ClaimedJob(database, rows[0], lease_us, RAW_BACKOFF) if rows else None
+        return ClaimedJob(database, rows[0], lease, backoff) if rows else None
+
+    # -- outboxes ----------------------------------------------------------------------------------------------------
+
+    def outbox(self, name: str) -> Outbox:
+        """The outbox of this name (A6), up to 185 characters: ``outbox.enqueue(payload)`` joins your transaction, and
+        ``outbox.run_once`` or ``dbqueue worker --outbox`` delivers. Raises InvalidName, ReservedName; nothing is asked of the database."""
+        return Outbox(self, name)
 
     # -- locks -------------------------------------------------------------------------------------------------------
 

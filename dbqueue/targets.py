@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 from uuid import UUID
 
 from dbqueue import clock, ids, retry
@@ -23,7 +23,7 @@ from dbqueue.database.tables import NewJob, stored_priority
 from dbqueue.errors import InvalidArgument, InvalidTarget, QueueError, TargetIsNotAValue
 from dbqueue.payload import PayloadSchema, schema_of
 from dbqueue.settings import check_key, check_name, check_target_policy, describe
-from dbqueue.states import OnCrash
+from dbqueue.states import OnCrash, State
 
 P = TypeVar("P")
 A = ParamSpec("A")
@@ -120,6 +120,8 @@ class Target(Generic[P]):
     """A declared target; made by ``@queue.job(...)``. Immutable and safe to share between threads."""
 
     __dbqueue_target__ = True  # told apart by the payload checks, which stand below this module
+    done: ClassVar[State] = State.SUCCEEDED
+    """How a job ends whose handler returned."""
 
     def __init__(
         self, name: str, handler: Callable[..., Any], schema: PayloadSchema, policy: Policy, writer: Writer
@@ -292,6 +294,14 @@ def _record_of(handler: Callable[..., Any], name: str, namespace: dict[str, Any]
     if only.name not in hints:
         refuse(f"parameter {only.name!r}: it has no annotation", "annotate it with a dataclass or msgspec.Struct")
     return typing.cast(type, hints[only.name])
+
+
+def wish(delay: object) -> int | None:
+    """What a handler asks for with RetryLater, in microseconds; None, and so the target's own backoff, for what is no number of
+    seconds."""
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or delay != delay:
+        return None
+    return round(min(max(0.0, delay), MAX_DELAY) * clock.SECOND)
 
 
 def _when(run_at: datetime | None, delay: float | None) -> tuple[int | None, int]:
