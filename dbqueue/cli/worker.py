@@ -203,7 +203,8 @@ def _delivery(name: str, spec: str) -> Delivery:
         module, attribute, deliver = apps.find_callable(spec)
         check_deliver(deliver)
     except apps.ImportFailed as error:
-        raise apps.ImportFailed(f"--outbox {name}: {error.message}") from error.__cause__
+        error.message = f"--outbox {name}: {error.message}"
+        raise
     except QueueError as error:
         raise click.BadParameter(f"{name}: {error}", param_hint="'--outbox'") from error
     return Delivery(name, deliver, module, attribute)
