@@ -203,8 +203,7 @@ def _delivery(name: str, spec: str) -> Delivery:
         module, attribute, deliver = apps.find_callable(spec)
         check_deliver(deliver)
     except apps.ImportFailed as error:
-        error.message = f"--outbox {name}: {error.message}"
-        raise
+        raise apps.ImportFailed(f"--outbox {name}: " + error.message) from error.__cause__
     except QueueError as error:
         raise click.BadParameter(f"{name}: {error}", param_hint="'--outbox'") from error
     return Delivery(name, deliver, module, attribute)
