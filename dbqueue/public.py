@@ -22,6 +22,9 @@ from dbqueue.errors import (
     JobError,
     JobNotFound,
     KeyTaken,
+    LeadershipLost,
+    LockLost,
+    LockTaken,
     LostClaim,
     NotInTransaction,
     NotSupported,
@@ -41,6 +44,8 @@ from dbqueue.errors import (
     Unroutable,
     WouldDeadlock,
 )
+from dbqueue.locks import Lock
+from dbqueue.outbox import Outbox, OutboxMessage
 from dbqueue.payload import CorruptPayload, ModelId
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
@@ -78,10 +83,16 @@ __all__ = [
     "JobRecord",
     "JobRef",
     "KeyTaken",
+    "LeadershipLost",
+    "Lock",
+    "LockLost",
+    "LockTaken",
     "LostClaim",
     "ModelId",
     "NotInTransaction",
     "NotSupported",
+    "Outbox",
+    "OutboxMessage",
     "Port",
     "QueueDepth",
     "QueueError",
