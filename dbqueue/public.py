@@ -50,6 +50,7 @@ from dbqueue.payload import CorruptPayload, ModelId
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
 from dbqueue.runtime.context import JobContext, Port, current_job
+from dbqueue.runtime.leader import run_schedules
 from dbqueue.runtime.program import Runtime
 from dbqueue.schedules import Schedule
 from dbqueue.targets import JobRef, Target
@@ -114,5 +115,6 @@ __all__ = [
     "Unroutable",
     "WouldDeadlock",
     "current_job",
+    "run_schedules",
     "using",
 ]

@@ -323,6 +323,7 @@ WITHOUT_DATABASE = {
     "periodic",
     "rebound",
     "settings",
+    "take",
     "targets",
     "write",
 }
