@@ -301,8 +301,10 @@ CALLS: dict[str, Callable[[DBQueue], object]] = {
     "resolve": lambda q: q.resolve(NOWHERE, "discarded", datetime.now(timezone.utc)),
     "purge": lambda q: q.purge(["dead"]),
     "migrate": lambda q: q.migrate(),
+    "outbox": lambda q: q.outbox("receipts").run_once("me", print),
+    "lock": lambda q: q.lock("report").acquire(),
 }
-WITHOUT_DATABASE = {"adopt", "close", "database", "job", "options", "rebound", "settings", "targets", "write"}
+WITHOUT_DATABASE = {"adopt", "close", "database", "job", "options", "rebound", "settings", "take", "targets", "write"}
 
 
 def test_every_public_call_is_known_here() -> None:
