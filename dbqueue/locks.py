@@ -105,8 +105,8 @@ class Lock:
         return 0.0 if self._token is None else max(0.0, self._until - time.monotonic())
 
     def acquire(self) -> bool:
-        """Takes the lock; False: somebody has it, this object included. Does not wait for it. Raises NotSupported, ConnectionLost
-        (then it may be held, by nobody who knows, until ``ttl`` seconds are over)."""
+        """Takes the lock; False: somebody has it, this object included. Does not wait for its end. Raises NotSupported; DatabaseBusy
+        when a transaction holds its row for long; ConnectionLost, and then it may be held, by nobody who knows, for ``ttl`` seconds."""
         token, began = ids.new_token(), time.monotonic()
         taken, _ = self._ask(lambda d, s: acquire(d, s, self.name, token, self.owner, self._ttl))
         if taken:
