@@ -28,6 +28,7 @@ import sqlalchemy
 from sqlalchemy.dialects.postgresql import psycopg as sqlalchemy_psycopg
 
 from dbqueue.clock import Clock
+from dbqueue.database.callers import CallerSession
 from dbqueue.database.dialect import OwnSession, Row, Session
 from dbqueue.database.marks import Marks, step_limit
 from dbqueue.database.postgres_statements import (
@@ -38,6 +39,7 @@ from dbqueue.database.postgres_statements import (
     CLAIM_SWEEP,
     ENQUEUE,
     ENQUEUE_MANY,
+    ENQUEUE_PLAIN,
     EXISTS,
     EXPIRE,
     GATE,
@@ -146,7 +148,11 @@ class PostgresSession:
     def send(self, statement: str, params: Mapping[str, Any]) -> list[Row]:
         """As ``execute``, for the one statement that a producer waits for: past the driver's cursor, which would be a third of its
         CPU time."""
-        return self._run([(statement, params)])[0][1]
+        self.asked_at = time.monotonic()
+        try:
+            return self._wire.ask(statement, params)
+        finally:
+            self.asked_at = math.inf
 
     @property
     def guarded(self) -> bool:
@@ -252,8 +258,11 @@ class Postgres:
         self.notify, self.keep = notify, keep
         self._sqlalchemy = sqlalchemy_psycopg.dialect()  # type: ignore[no-untyped-call]
         fill = names.fill
-        enqueue = ENQUEUE if notify else ENQUEUE.replace(GATE.replace("{queue}", "%(queue)s::text"), "false")
-        self._enqueue, self._enqueue_many, self._exists = fill(enqueue), fill(ENQUEUE_MANY), fill(EXISTS)
+        gate = GATE.replace("{queue}", "%(queue)s::text")
+        self._enqueue, self._enqueue_plain = (
+            fill(text if notify else text.replace(gate, "false")) for text in (ENQUEUE, ENQUEUE_PLAIN)
+        )
+        self._enqueue_many, self._exists = fill(ENQUEUE_MANY), fill(EXISTS)
         # On a connection of our own the statement stands alone, and brings its patience along.
         self._enqueue_own = self._enqueue.replace(" AS now)", f" AS now FROM (SELECT {PATIENCE}) patience)", 1)
         self._settle_fast, self._settle, self._already = fill(SETTLE_FAST), fill(SETTLE), fill(ALREADY)
@@ -376,6 +385,8 @@ class Postgres:
             "id": job.id.hex(), "task_id": job.task_id, "payload": job.payload, "key": job.key, "soon": SOON,
         }  # fmt: skip
         own = session if isinstance(session, PostgresSession) else None
+        if job.key is None and isinstance(session, CallerSession) and session.finds(self._enqueue_plain, params):
+            return Enqueued(job.id, duplicate=False)
         # No row: the holder of the key ended between our insert and our look. The next try sees a new snapshot.
         for _ in range(20):
             with _held_up() if own else nullcontext():

@@ -54,7 +54,10 @@ def _joins(method: Method) -> Method:
 
     @functools.wraps(method)
     def joining(self: Publisher, *args: Any, **kwargs: Any) -> Any:
-        with joined.joining(self.station.options.join):
+        name = self.station.options.join
+        if name is None:
+            return method(self, *args, **kwargs)
+        with joined.joining(name):
             return method(self, *args, **kwargs)
 
     return joining  # type: ignore[return-value]

@@ -240,6 +240,18 @@ def test_the_holder_of_a_key(big: Database, worker: PostgresSession, mode: str) 
 
 
 @modes
+@pytest.mark.req("D5")
+def test_a_job_without_a_key_in_a_callers_transaction(big: Database, worker: PostgresSession, mode: str) -> None:
+    """Nothing is read, and there is next to nothing to plan: each call pays for that."""
+    dialect = dialect_of(big)
+    params = dialect._new(new_job()) | {"id": new_id().hex(), "task_id": None, "payload": b"{}", "soon": 250_000}
+    explain(worker, dialect._enqueue_plain, params, mode)  # the first one in a session reads catalogs
+    plan = explain(worker, dialect._enqueue_plain, params, mode)
+    check(plan, set(), rows=0, pages=60)
+    assert [node["Node Type"] for node in plan.nodes()] == ["ModifyTable", "Subquery Scan", "Result"]
+
+
+@modes
 @pytest.mark.req("D8")
 def test_the_holders_of_many_keys(big: Database, worker: PostgresSession, mode: str) -> None:
     keys = [*(f"key{5 * n}" for n in range(1, LIMIT)), *(f"new{n}" for n in range(LIMIT)), *[None] * LIMIT]
