@@ -29,7 +29,7 @@ from sqlalchemy.dialects.postgresql import psycopg as sqlalchemy_psycopg
 
 from dbqueue.clock import Clock
 from dbqueue.database.callers import CallerSession
-from dbqueue.database.dialect import OwnSession, Row, Session
+from dbqueue.database.dialect import OwnSession, Params, Row, Session
 from dbqueue.database.marks import Marks, step_limit
 from dbqueue.database.postgres_statements import (
     _FOUND,
@@ -337,9 +337,16 @@ class Postgres:
         known = self._portable.get(text)
         if known is None:
             text_here = self.names.fill(text).replace("{now}", PORTABLE_NOW).replace("{skip_locked}", SKIP_LOCKED)
+            for name, own in (("{among}", "= ANY(ARRAY("), ("{end}", "))"), ("{instr}", 'pg_catalog."position"')):
+                text_here = text_here.replace(name, own)
             filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", text_here)
             known = self._portable[text] = filled
         return known
+
+    def read_in_order(self, session: Session, text: str, params: Params) -> list[Row]:
+        if isinstance(session, PostgresSession):
+            return session.planned((text, params))[0][1]
+        return session.execute(text, params)
 
     def _clock(self) -> dict[str, Any]:
         return {"offset": self.clock.offset}

@@ -27,7 +27,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 from dbqueue.clock import SQLITE_NOW, Clock
 from dbqueue.database import touched
 from dbqueue.database.alive import Alive, is_alive, own_workers
-from dbqueue.database.dialect import OwnSession, Row, Session
+from dbqueue.database.dialect import OwnSession, Params, Row, Session
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
     FINISHED_COLUMNS,
@@ -465,8 +465,17 @@ class Sqlite:
 
     def portable(self, text: str) -> str:
         return self._texts.get(text) or self._texts.setdefault(
-            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)").replace(" {skip_locked}", "")
+            text,
+            self.names.fill(text)
+            .replace("{now}", f"({SQLITE_NOW} + :offset)")
+            .replace(" {skip_locked}", "")
+            .replace("{among}", "IN (")
+            .replace("{end}", ")")
+            .replace("{instr}", "instr"),
         )
+
+    def read_in_order(self, session: Session, text: str, params: Params) -> list[Row]:
+        return session.execute(text, params)
 
     def _text(self, template: str) -> str:
         return self._texts.get(template) or self._texts.setdefault(template, self.names.fill(template))
