@@ -20,6 +20,8 @@ _NEW_COLUMNS = (
     "on_crash, source, sequence, head, expires_at, created_at, updated_at"
 )
 
+_PLAIN_COLUMNS = _NEW_COLUMNS.replace("key, ", "", 1)
+
 # The id may be there already: the first try of an insert whose answer was lost commits late, while the second one is under way.
 ENQUEUE = f"""
 WITH t AS MATERIALIZED (SELECT {NOW} AS now),
@@ -38,6 +40,20 @@ SELECT id, false, false FROM {{jobs}} WHERE id = %(id)s::uuid AND NOT EXISTS (SE
 UNION ALL
 SELECT id, true, false FROM {{jobs}}
 WHERE target = %(target)s::text AND key = %(key)s::text AND key IS NOT NULL AND state IN (0, 1, 3) AND NOT EXISTS (SELECT 1 FROM ins)
+""".replace("{queue}", "%(queue)s::text")
+
+# The same for a job without a key, for connections on which nothing may be prepared: each call is parsed and planned anew, and the
+# statement above costs more of both than of its execution. No row: the id is there already, which the other one looks into.
+ENQUEUE_PLAIN = f"""
+INSERT INTO {{jobs}} ({_PLAIN_COLUMNS})
+SELECT %(id)s::uuid, %(task_id)s::text, %(target)s::text, %(fingerprint)s::bytea, %(payload)s::bytea, %(queue)s::text,
+  %(priority)s::smallint, 0, COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint),
+  CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
+  %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint,
+  %(head)s::bytea, t.now + %(ttl)s::bigint, t.now, t.now
+FROM (SELECT {NOW} AS now) t
+ON CONFLICT DO NOTHING
+RETURNING CASE WHEN CASE WHEN run_at < created_at + %(soon)s::bigint THEN {GATE} ELSE false END THEN {RING} END IS NOT NULL AS rang
 """.replace("{queue}", "%(queue)s::text")
 
 # Sorted by key, so that two callers with the same keys in opposite orders do not deadlock.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amqp.exceptions import ChannelError
@@ -43,6 +44,8 @@ COUNTED = 1_000
 REVOKED_FOR = 3 * 3_600.0
 """Seconds for which a revoked task is remembered: as long as Celery's workers do."""
 HEADS_AT_ONCE = 1_000
+REVOKED_AT_ONCE = 500
+"""Tasks that one transaction of a revoke remembers and cancels at most: on SQLite it holds up every writer."""
 LETTER_LIFE = 300.0
 """Seconds that a short-lived message is kept at most."""
 
@@ -55,7 +58,10 @@ def _joins(method: Method) -> Method:
 
     @functools.wraps(method)
     def joining(self: Publisher, *args: Any, **kwargs: Any) -> Any:
-        with joined.joining(self.station.options.join):
+        name = self.station.options.join
+        if name is None:
+            return method(self, *args, **kwargs)
+        with joined.joining(name):
             return method(self, *args, **kwargs)
 
     return joining  # type: ignore[return-value]
@@ -223,7 +229,10 @@ class Publisher(virtual.Channel):
         if (if_empty and self._size(queue)) or (if_unused and self._consumer_count(queue)):
             return 0
         dialect, station = self.station.dialect, self.station
-        gone = self._do(lambda s: routing.delete_queue(dialect, s, queue), write=True)
+        if joined.current() is None:
+            gone = routing.delete_in_steps(dialect, station.run, queue, station.facts(queue))
+        else:
+            gone = self._do(lambda s: routing.delete_queue(dialect, s, queue), write=True)
         station.mail.drop(queue)
         station.forget(queue)
         return gone
@@ -231,7 +240,11 @@ class Publisher(virtual.Channel):
     def queue_purge(self, queue: str, **kwargs: Any) -> int:
         check_queue(queue)
         self._in_order()
-        purged = self._do(lambda s: routing.purge(self.station.dialect, s, queue), write=True)
+        dialect = self.station.dialect
+        if joined.current() is None:
+            purged = routing.purge_in_steps(dialect, self.station.run, queue)
+        else:
+            purged = self._do(lambda s: routing.purge(dialect, s, queue), write=True)
         route = self.station.facts(queue)
         if route is not None and route.brief:
             purged += self.station.mail.purge(queue, self._bindings(queue))
@@ -362,27 +375,28 @@ class Publisher(virtual.Channel):
         dialect = self.station.dialect
         stamped = self._waiting_with(revoke.stamps) if revoke.stamps else []
 
-        def verb(session: Session) -> None:
-            routing.revoke(dialect, session, revoke.keys, round(REVOKED_FOR * 1e6))
-            found = [
-                job
-                for task_id in sorted(revoke.task_ids)
-                for job in routing.waiting_messages(dialect, session, task_id)
-            ]
-            for job_id in found + stamped:
+        def verb(keys: Sequence[str], task_ids: Sequence[str], jobs: Sequence[bytes], session: Session) -> None:
+            routing.revoke(dialect, session, keys, round(REVOKED_FOR * 1e6))
+            found = [job for task_id in task_ids for job in routing.waiting_messages(dialect, session, task_id)]
+            for job_id in (*found, *jobs):
                 if waiting := routing.cancel_revoked(dialect, session, job_id):
                     dialect.enqueue(session, messages.notice_of(waiting))
 
-        self._do(verb, write=True, joins=False)
+        steps = [partial(verb, some, some, ()) for some in _parts(sorted(revoke.task_ids))]
+        if revoke.stamps:
+            first, *rest = _parts(stamped) or [[]]
+            steps += [partial(verb, sorted(revoke.stamps), (), first), *(partial(verb, (), (), some) for some in rest)]
+        for step in steps:
+            self._do(step, write=True, joins=False)
 
     def _waiting_with(self, stamps: frozenset[str]) -> list[bytes]:
-        """Ids of waiting messages that carry one of the stamps. All are read, for there is no index of what is in a head; before the
-        transaction, since on SQLite that would hold up every writer."""
+        """Ids of waiting messages that carry one of the stamps. The database reads them all, for there is no index of what is in a head;
+        before the transaction, since on SQLite that would hold up every writer."""
         found: list[bytes] = []
         after, dialect = ids.ZERO, self.station.dialect
 
         def look(session: Session) -> list[tuple[bytes, bytes]]:
-            return routing.waiting_heads(dialect, session, after, HEADS_AT_ONCE)
+            return routing.waiting_heads(dialect, session, messages.STAMPED, after, HEADS_AT_ONCE)
 
         while heads := self.station.read(look):
             found += [job_id for job_id, head in heads if stamps & messages.stamps_in(head)]
@@ -409,6 +423,10 @@ def check_queue(name: str) -> None:
         raise ReservedName(
             f"queue name {name!r} begins with {RESERVED_PREFIX!r}, which dbqueue keeps for itself. Choose another."
         )
+
+
+def _parts(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[first : first + REVOKED_AT_ONCE] for first in range(0, len(items), REVOKED_AT_ONCE)]
 
 
 def _us(route: Route) -> int | None:

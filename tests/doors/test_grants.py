@@ -20,7 +20,7 @@ import dbqueue
 from dbqueue import DBQueue, Lock, ids, routing
 from dbqueue.clock import SECOND
 from dbqueue.database.engine import Database
-from dbqueue.database.tables import Names
+from dbqueue.database.tables import Letter, Names
 from dbqueue.doctor.privileges import ROLES, Right, grants, place
 from dbqueue.errors import DatabaseError, EnqueueFailed
 from dbqueue.runtime.deliver import Delivery
@@ -29,7 +29,7 @@ from dbqueue.states import Kind, State
 from tests.doors.conftest import ROOT
 from tests.factory import Job, claim_turn, make, new_job, now
 from tests.servers import Server
-from tests.sql.broker import VERBS
+from tests.sql.broker import VERBS, Overheard
 from tests.transport.shops import Shop
 from tests.waiting import wait_for
 
@@ -185,6 +185,8 @@ def consuming(queue: DBQueue) -> list[Step]:
         *(verb for name, verb in VERBS.items() if name != "delete_exchange"),
         lambda d, s: routing.revoke(d, s, ["task"], SECOND),
         routing.forget_revoked,
+        lambda d, s: Overheard(d, s).post(Letter("events", "task", b"{}", b"", -SECOND, ())),
+        VERBS["mail_prune"],  # once more, with a letter that expired
     ]
     return [lambda verb=verb: database.run(lambda s: verb(database.dialect, s)) for verb in verbs]  # type: ignore[misc]
 

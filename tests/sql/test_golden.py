@@ -36,6 +36,7 @@ def of_postgres() -> dict[str, str]:
     texts = {
         "enqueue": dialect._enqueue,
         "enqueue_many": dialect._enqueue_many,
+        "enqueue_plain": dialect._enqueue_plain,
         "planning": postgres_statements.PLANNING,
         "settle_fast": step(Turn([succeeded])),
         "settle": step(Turn([acked])),
