@@ -37,6 +37,9 @@ MAX_AGE = 3650 * 86_400
 """Ten years, in seconds."""
 ON_TIME = 60 * SECOND
 """A slot that is older was missed, for the policy "skip"."""
+SET_ASIDE = 60 * SECOND
+"""After this time a schedule is tried again that could not be fired. What was wrong may be cured elsewhere: time zones that were
+missing on one machine, a column, a trigger."""
 CRON_SLOTS, EVERY_SLOTS = 256, 64
 """Slots that one round fires at most. What is left of a cron spec comes in the next round; an interval skips it (D16, A3)."""
 ROUND_BYTES = 16 * MAX_PAYLOAD_BYTES
@@ -208,7 +211,7 @@ def check_catch_up(name: str, catch_up: object, max_age: object) -> int | None:
 def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = True) -> Entry:
     """Inserts or replaces the definition; returns what is stored now. A new one begins at the database's now: nothing is replayed.
     Where the spec or its zone changes, what lies before now is dealt with; else the cursor stays. The same definition again
-    changes nothing (A1, D16)."""
+    changes nothing (A1, D16), unless somebody wrote another spec into the row, or it was set aside: then it is as declared again."""
     grain = SECOND if new.spec.startswith("@") else _MINUTE
     values = {name: getattr(new, name) for name in ("owner", "name", *_DEFINITION)}
     same = "s.spec = excluded.spec AND s.timezone = excluded.timezone"
@@ -216,9 +219,9 @@ def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = 
     update = (
         f"(owner, name) DO UPDATE SET {replaced}, retired = :retired, "
         f"anchor = CASE WHEN {same} THEN s.anchor ELSE excluded.anchor END, "
-        f"planned = CASE WHEN {same} THEN s.planned END, error = CASE WHEN {same} THEN s.error END, "
+        f"planned = CASE WHEN {same} AND s.error IS NULL THEN s.planned END, error = NULL, "
         f"last_slot = CASE WHEN {same} OR s.last_slot > excluded.last_slot THEN s.last_slot ELSE excluded.last_slot END "
-        "WHERE s.digest <> excluded.digest OR s.retired <> :retired"
+        f"WHERE s.digest <> excluded.digest OR s.retired <> :retired OR s.error IS NOT NULL OR NOT ({same})"
     )
     session.execute(
         dialect.portable(
@@ -328,8 +331,9 @@ def look(dialect: Dialect, session: Session, owners: Sequence[str]) -> tuple[int
 
 
 def due(dialect: Dialect, session: Session, owner: str, now: int, limit: int) -> list[Entry]:
-    """Locks and returns schedules whose time has come, the longest due first; those that another beat holds are left to it."""
-    where = "owner = :owner AND next_at <= :now ORDER BY next_at LIMIT {limit} {skip_locked}"
+    """Locks and returns schedules whose time has come, the longest due first; those that another beat holds are left to it. One whose
+    spec was changed meanwhile is planned first: its next time was told from the old one."""
+    where = "owner = :owner AND next_at <= :now AND planned = spec || ' ' || timezone ORDER BY next_at LIMIT {limit} {skip_locked}"
     return _select(dialect, session, where.replace("{limit}", str(limit)), {"owner": owner, "now": now})
 
 
@@ -340,7 +344,7 @@ def unplanned(dialect: Dialect, session: Session, owner: str, limit: int) -> lis
 
 
 def ahead(dialect: Dialect, session: Session, owners: Sequence[str], now: int) -> list[str]:
-    """Names of active schedules whose cursor lies more than a minute behind the database's now: the clock went back, and until it has
+    """Names of active schedules whose cursor lies more than a minute after the database's now: the clock went back, and until it has
     caught up they are silent."""
     names: list[str] = []
     for owner in owners:
@@ -373,15 +377,15 @@ def next_round(
     """Which slots after the cursor are to be fired now, and where the cursor goes. Pure arithmetic."""
     if last_slot >= now:
         return Round([], last_slot, spec.next_after(last_slot))
+    if catch_up == "skip":  # what is not late is no catching up
+        max_age = ON_TIME if max_age is None else min(max_age, ON_TIME)
     since = last_slot if max_age is None else max(last_slot, now - max_age - 1)
-    if catch_up == "all":
+    if catch_up != "latest":
         most = EVERY_SLOTS if isinstance(spec, cron.Every) else max(1, min(limit, CRON_SLOTS))
         slots = spec.slots(since, now, most)
         if len(slots) == most and not isinstance(spec, cron.Every):
             return Round(slots, slots[-1], spec.next_after(slots[-1]))
     else:
-        if catch_up == "skip" and max_age is None:
-            since = max(last_slot, now - ON_TIME - 1)
         slot = spec.latest(since, now)
         slots = [] if slot is None else [slot]
     latest = spec.latest(last_slot, now)
@@ -395,13 +399,14 @@ def plan(entry: Entry, now: int) -> Move:
     try:
         return entry.move(last_slot, entry.parsed().next_after(last_slot))
     except InvalidSpec as broken:
-        return entry.move(error=str(broken))
+        return entry.move(last_slot, now + SET_ASIDE, error=str(broken))
 
 
 def fire(entry: Entry, now: int) -> tuple[Move, list[NewJob]]:
-    """The jobs of a due schedule of OWN, and where its cursor goes. A row that cannot be fired is set aside with its error until
-    somebody changes it."""
+    """The jobs of a due schedule of OWN, and where its cursor goes. A row that cannot be fired is set aside with its error: its
+    cursor stays, and it is tried again after a while."""
     try:
+        check_catch_up(entry.name, entry.catch_up, None)
         spec = entry.parsed()
         size = max(1, len(entry.payload or b""))
         slots, last_slot, next_at = next_round(
@@ -409,7 +414,7 @@ def fire(entry: Entry, now: int) -> tuple[Move, list[NewJob]]:
         )
         jobs = [new_job(entry, slot_id(entry.owner, entry.name, slot), slot) for slot in slots] if entry.active else []
     except (InvalidSpec, InvalidArgument) as broken:
-        return entry.move(error=str(broken)), []
+        return entry.move(next_at=now + SET_ASIDE, error=str(broken)), []
     return entry.move(last_slot, next_at, fired=len(jobs)), jobs
 
 
@@ -422,6 +427,8 @@ def new_job(entry: Entry, job_id: bytes, slot: int | None = None) -> NewJob:
     missing = [name for name, value in values.items() if value is None]
     if missing:
         raise InvalidArgument(f"the row has no {' and no '.join(missing)}: write the schedule with queue.schedule(...)")
+    if entry.on_crash is not None and entry.on_crash not in (known := [int(choice) for choice in OnCrash]):
+        raise InvalidArgument(f"the row's on_crash is none of {known}: write the schedule with queue.schedule(...)")
     return NewJob(
         id=job_id, **values, key=entry.key, fingerprint=entry.fingerprint, timeout_ms=entry.timeout_ms,
         on_crash=OnCrash(entry.on_crash or OnCrash.RETRY), source=entry.name, sequence=slot,
