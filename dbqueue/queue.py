@@ -266,7 +266,7 @@ class DBQueue:
 
     def adopt_schedules(self) -> list[Schedule]:
         """Puts this code's declared schedules in the place of another version's; their cursors stay where the spec is the same."""
-        declared = list(self._declared.values())
+        declared = schedules.in_order(list(self._declared.values()))
         adopted = self._in_transaction(lambda dialect, session: [schedules.put(dialect, session, d) for d in declared])
         return [schedules.shown(entry) for entry in adopted]
 

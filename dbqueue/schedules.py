@@ -289,9 +289,15 @@ def _change(dialect: Dialect, session: Session, name: str, owner: str, what: str
         )
 
 
+def in_order(declared: Sequence[Definition]) -> list[Definition]:
+    """As whoever writes several of them in one transaction has to: two that do it in opposite orders would wait for each other."""
+    return sorted(declared, key=lambda definition: (definition.owner, definition.name))
+
+
 def start(dialect: Dialect, session: Session, declared: Sequence[Definition]) -> list[str]:
     """At the start of a program that declares these: writes those that are missing, and returns the names of static ones that are
     stored and not among them. Raises ScheduleConflict if another version owns one of them (D16): the caller rolls back."""
+    declared = in_order(declared)
     entries = [put(dialect, session, definition, replace=False) for definition in declared]
     others = [
         entry.name for entry, declaration in zip(entries, declared, strict=True) if entry.digest != declaration.digest

@@ -114,8 +114,8 @@ class Lab:
 
     def sql(self, statement: str, **params: object) -> list[Any]:
         """Plain SQL, with ``{schedules}`` and ``:name``, as an administrator writes it."""
-        with self.database.session() as session:
-            return list(session.execute(self.database.dialect.portable(statement), params))
+        text = self.database.dialect.portable(statement)
+        return self.database.run(lambda session: list(session.execute(text, params)))
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.told if isinstance(event, kind)]
