@@ -329,7 +329,8 @@ def look(dialect: Dialect, session: Session, owners: Sequence[str]) -> tuple[int
         params[f"o{n}"] = owner  # type: ignore[assignment]
         columns += [
             f"(SELECT min(next_at) FROM {{schedules}} WHERE owner = :o{n} AND next_at IS NOT NULL)",
-            f"(SELECT 1 FROM {{schedules}} WHERE owner = :o{n} AND (planned IS NULL OR planned <> spec || ' ' || timezone) LIMIT 1)",
+            f"(SELECT 1 FROM {{schedules}} WHERE owner = :o{n} AND (planned IS NULL OR planned <> spec || ' ' || timezone) "
+            "ORDER BY updated_at LIMIT 1)",
         ]
     row = session.execute(dialect.portable(f"SELECT {', '.join(columns)}"), params)[0]
     looks = [Look(row[1 + 2 * n], row[2 + 2 * n] is not None) for n in range(len(owners))]
@@ -339,13 +340,17 @@ def look(dialect: Dialect, session: Session, owners: Sequence[str]) -> tuple[int
 def due(dialect: Dialect, session: Session, owner: str, now: int, limit: int) -> list[Entry]:
     """Locks and returns schedules whose time has come, the longest due first; those that another beat holds are left to it. One whose
     spec was changed meanwhile is planned first: its next time was told from the old one."""
-    where = "owner = :owner AND next_at <= :now AND planned = spec || ' ' || timezone ORDER BY next_at LIMIT {limit} {skip_locked}"
-    return _select(dialect, session, where.replace("{limit}", str(limit)), {"owner": owner, "now": now})
+    where = "owner = :owner AND next_at <= :now ORDER BY next_at LIMIT {limit} {skip_locked}"
+    found = _select(dialect, session, where.replace("{limit}", str(limit)), {"owner": owner, "now": now})
+    return [entry for entry in found if entry.planned == entry.as_planned]  # as a condition it would spoil the plan
 
 
 def unplanned(dialect: Dialect, session: Session, owner: str, limit: int) -> list[Entry]:
     """Locks and returns schedules that are new, or were changed since their next time was told."""
-    where = "owner = :owner AND (planned IS NULL OR planned <> spec || ' ' || timezone) LIMIT {limit} {skip_locked}"
+    where = (
+        "owner = :owner AND (planned IS NULL OR planned <> spec || ' ' || timezone) "
+        "ORDER BY updated_at LIMIT {limit} {skip_locked}"
+    )
     return _select(dialect, session, where.replace("{limit}", str(limit)), {"owner": owner})
 
 
