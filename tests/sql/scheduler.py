@@ -18,15 +18,16 @@ APP = "app"
 NEW = Definition(name="new", spec="* * * * *", target="t", queue="q", payload=b"1", priority=9, max_attempts=3)
 
 
+_SOMETHING = dict.fromkeys(schedules._TEXTS, "") | {"payload": b"", "fingerprint": b""}
+
+
 class Answered(Heard):
     """Finds one schedule where one is looked for."""
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> list[Row]:
         super().execute(statement, params)
         if statement.startswith(f"SELECT {', '.join(schedules._COLUMNS)}"):
-            return [tuple("" if name in schedules._TEXTS else 0 for name in schedules._COLUMNS[:12]) + (b"", b"") + tuple(
-                "" if name in schedules._TEXTS else 0 for name in schedules._COLUMNS[14:]
-            )]  # fmt: skip
+            return [tuple(_SOMETHING.get(name, 0) for name in schedules._COLUMNS)]
         return [(0, None, None, None, None)] if "SELECT min(next_at)" in statement else []
 
 
