@@ -25,7 +25,7 @@ from dbqueue.clock import SECOND, to_datetime
 from dbqueue.database.dialect import Dialect, Session
 from dbqueue.database.postgres import as_text
 from dbqueue.database.tables import BEST_PRIORITY, Move, NewJob
-from dbqueue.errors import InvalidArgument, InvalidSpec, ScheduleConflict, ScheduleNotFound
+from dbqueue.errors import DatabaseBusy, InvalidArgument, InvalidSpec, ScheduleConflict, ScheduleNotFound
 from dbqueue.payload import MAX_PAYLOAD_BYTES
 from dbqueue.settings import describe
 from dbqueue.states import OnCrash
@@ -54,6 +54,8 @@ _COLUMNS = (
     "fingerprint", "key", "priority", "max_attempts", "timeout_ms", "on_crash", "anchor", "last_slot", "next_at", "planned", "fired",
     "fired_at", "error", "created_at", "updated_at",
 )  # fmt: skip
+SHOWN = tuple(name for name in _COLUMNS if name not in ("payload", "fingerprint"))
+"""What whoever only looks needs to read."""
 _DEFINITION = _COLUMNS[2:6] + _COLUMNS[8:19]
 """What whoever declares a schedule says about it; the rest is its state."""
 
@@ -223,18 +225,19 @@ def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = 
         f"last_slot = CASE WHEN {same} OR s.last_slot > excluded.last_slot THEN s.last_slot ELSE excluded.last_slot END "
         f"WHERE s.digest <> excluded.digest OR s.retired <> :retired OR s.error IS NOT NULL OR NOT ({same})"
     )
-    session.execute(
-        dialect.portable(
-            f"INSERT INTO {{schedules}} AS s ({', '.join(values)}, anchor, last_slot, created_at, updated_at) "
-            f"SELECT {', '.join(':' + name for name in values)}, now / :grain * :grain, now / :grain * :grain, now, now "
-            "FROM (SELECT {now} AS now) t WHERE 1 = 1 "
-            f"ON CONFLICT {update if replace else 'DO NOTHING'}"
-        ),
-        {**values, "grain": grain, "retired": False, "offset": dialect.clock.offset},
+    text = dialect.portable(
+        f"INSERT INTO {{schedules}} AS s ({', '.join(values)}, anchor, last_slot, created_at, updated_at) "
+        f"SELECT {', '.join(':' + name for name in values)}, now / :grain * :grain, now / :grain * :grain, now, now "
+        "FROM (SELECT {now} AS now) t WHERE 1 = 1 "
+        f"ON CONFLICT {update if replace else 'DO NOTHING'}"
     )
-    entry = get(dialect, session, new.name, new.owner)
-    assert entry is not None  # we hold its lock
-    return entry
+    params = {**values, "grain": grain, "retired": False, "offset": dialect.clock.offset}
+    for _ in range(10):
+        session.execute(text, params)
+        entry = get(dialect, session, new.name, new.owner)
+        if entry is not None:  # else it was there, and was removed before we looked
+            return entry
+    raise DatabaseBusy(f"schedule {new.name!r} was removed again and again while it was declared")
 
 
 def remove(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> bool:
@@ -246,15 +249,17 @@ def remove(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> b
     return session.changed == 1
 
 
-def get(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> Entry | None:
-    found = _select(dialect, session, "owner = :owner AND name = :name", {"owner": owner, "name": name})
+def get(dialect: Dialect, session: Session, name: str, owner: str = OWN, *, with_payload: bool = False) -> Entry | None:
+    where = "owner = :owner AND name = :name"
+    found = _select(dialect, session, where, {"owner": owner, "name": name}, with_payload=with_payload)
     return found[0] if found else None
 
 
 def find(dialect: Dialect, session: Session, owner: str | None = None) -> list[Entry]:
+    """Without payloads, as ``get``."""
     if owner is None:
-        return _select(dialect, session, "1 = 1 ORDER BY owner, name", {})
-    return _select(dialect, session, "owner = :owner ORDER BY name", {"owner": owner})
+        return _select(dialect, session, "1 = 1 ORDER BY owner, name", {}, with_payload=False)
+    return _select(dialect, session, "owner = :owner ORDER BY name", {"owner": owner}, with_payload=False)
 
 
 def pause(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> None:
@@ -453,7 +458,7 @@ def slot_id(owner: str, name: str, slot: int) -> bytes:
 
 def run_now(dialect: Dialect, session: Session, name: str) -> NewJob:
     """A job of the schedule beside its slots, to be written by the caller; the cursor stays. Raises ScheduleNotFound, InvalidArgument."""
-    entry = get(dialect, session, name)
+    entry = get(dialect, session, name, with_payload=True)
     if entry is None:
         raise ScheduleNotFound(f"there is no schedule {name!r}; `dbqueue schedules list` shows all")
     return new_job(entry, ids.new_id())
@@ -462,13 +467,16 @@ def run_now(dialect: Dialect, session: Session, name: str) -> NewJob:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _select(dialect: Dialect, session: Session, where: str, params: dict[str, Any]) -> list[Entry]:
-    rows = session.execute(dialect.portable(f"SELECT {', '.join(_COLUMNS)} FROM {{schedules}} WHERE {where}"), params)
-    return [_entry(row) for row in rows]
+def _select(
+    dialect: Dialect, session: Session, where: str, params: dict[str, Any], *, with_payload: bool = True
+) -> list[Entry]:
+    columns = _COLUMNS if with_payload else SHOWN
+    rows = session.execute(dialect.portable(f"SELECT {', '.join(columns)} FROM {{schedules}} WHERE {where}"), params)
+    return [_entry(columns, row) for row in rows]
 
 
-def _entry(row: Sequence[Any]) -> Entry:
-    values = dict(zip(_COLUMNS, row, strict=True))
+def _entry(columns: Sequence[str], row: Sequence[Any]) -> Entry:
+    values: dict[str, Any] = {"payload": None, "fingerprint": None} | dict(zip(columns, row, strict=True))
     for name in _TEXTS:
         values[name] = None if values[name] is None else as_text(values[name])
     for name in ("paused", "retired", "static"):
