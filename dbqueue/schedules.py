@@ -212,32 +212,39 @@ def check_catch_up(name: str, catch_up: object, max_age: object) -> int | None:
 
 def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = True) -> Entry:
     """Inserts or replaces the definition; returns what is stored now. A new one begins at the database's now: nothing is replayed.
-    Where the spec or its zone changes, what lies before now is dealt with; else the cursor stays. The same definition again
-    changes nothing (A1, D16), unless somebody wrote another spec into the row, or it was set aside: then it is as declared again."""
+    Where the spec or its zone changes, and where it was retired, what lies before now is dealt with; else the cursor stays. The same
+    definition again changes nothing (A1, D16), unless somebody wrote another spec into the row, or it was set aside: then it is as
+    declared again."""
+    for _ in range(10):
+        write(dialect, session, new, replace=replace)
+        entry = get(dialect, session, new.name, new.owner)
+        if entry is not None:  # else it was there, and was removed before we looked
+            return entry
+    raise DatabaseBusy(f"schedule {new.name!r} was removed again and again while it was declared")
+
+
+def write(dialect: Dialect, session: Session, new: Definition, *, replace: bool = True) -> None:
+    """As ``put`` for who does not look at it."""
     grain = SECOND if new.spec.startswith("@") else _MINUTE
     values = {name: getattr(new, name) for name in ("owner", "name", *_DEFINITION)}
-    same = "s.spec = excluded.spec AND s.timezone = excluded.timezone"
+    same = "s.spec = excluded.spec AND s.timezone = excluded.timezone AND s.retired = :retired"
     replaced = ", ".join(f"{name} = excluded.{name}" for name in (*_DEFINITION, "updated_at"))
     update = (
         f"(owner, name) DO UPDATE SET {replaced}, retired = :retired, "
         f"anchor = CASE WHEN {same} THEN s.anchor ELSE excluded.anchor END, "
         f"planned = CASE WHEN {same} AND s.error IS NULL THEN s.planned END, error = NULL, "
         f"last_slot = CASE WHEN {same} OR s.last_slot > excluded.last_slot THEN s.last_slot ELSE excluded.last_slot END "
-        f"WHERE s.digest <> excluded.digest OR s.retired <> :retired OR s.error IS NOT NULL OR NOT ({same})"
+        f"WHERE s.digest <> excluded.digest OR s.error IS NOT NULL OR NOT ({same})"
     )
-    text = dialect.portable(
-        f"INSERT INTO {{schedules}} AS s ({', '.join(values)}, anchor, last_slot, created_at, updated_at) "
-        f"SELECT {', '.join(':' + name for name in values)}, now / :grain * :grain, now / :grain * :grain, now, now "
-        "FROM (SELECT {now} AS now) t WHERE 1 = 1 "
-        f"ON CONFLICT {update if replace else 'DO NOTHING'}"
+    session.execute(
+        dialect.portable(
+            f"INSERT INTO {{schedules}} AS s ({', '.join(values)}, anchor, last_slot, created_at, updated_at) "
+            f"SELECT {', '.join(':' + name for name in values)}, now / :grain * :grain, now / :grain * :grain, now, now "
+            "FROM (SELECT {now} AS now) t WHERE 1 = 1 "
+            f"ON CONFLICT {update if replace else 'DO NOTHING'}"
+        ),
+        {**values, "grain": grain, "retired": False, "offset": dialect.clock.offset},
     )
-    params = {**values, "grain": grain, "retired": False, "offset": dialect.clock.offset}
-    for _ in range(10):
-        session.execute(text, params)
-        entry = get(dialect, session, new.name, new.owner)
-        if entry is not None:  # else it was there, and was removed before we looked
-            return entry
-    raise DatabaseBusy(f"schedule {new.name!r} was removed again and again while it was declared")
 
 
 def remove(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> bool:

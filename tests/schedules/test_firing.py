@@ -436,6 +436,20 @@ def test_the_hour_that_the_clocks_skip_and_the_one_that_they_repeat(lab: Lab) ->
     assert len(lab.slots("hourly")) == len(set(lab.slots("hourly"))) == 48 + 47
 
 
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Paris"])
+def test_c126_the_end_of_summer_time_on_the_beats_machine(lab: Lab, monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        lab.at("2026-10-24 22:00:00")
+        lab.kept("c126", spec="20 * * * *")
+        lab.run_until("2026-10-25 05:00:00", lab.beat(poll=600))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert lab.slots("c126") == ["2026-10-24 22:20", "2026-10-24 23:20", *(f"2026-10-25 0{n}:20" for n in range(5))]
+
+
 # -- versions ----------------------------------------------------------------------------------------------------------
 
 
