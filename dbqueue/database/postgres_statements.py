@@ -69,9 +69,8 @@ RING_MANY = f"SELECT CASE WHEN {GATE} THEN {RING} END IS NOT NULL FROM unnest(%(
     "{queue}", "q.queue"
 )
 
-# The key of one job may lie with an open transaction. The locks of the other schedules must not wait for that one: it is set aside.
 INSERT_DUE = f"""
-WITH t AS MATERIALIZED (SELECT {NOW} AS now FROM (SELECT set_config('lock_timeout', '1s', true)) patience)
+WITH t AS MATERIALIZED (SELECT {NOW} AS now)
 INSERT INTO {{jobs}} ({_NEW_COLUMNS})
 SELECT a.id, NULL, a.target, a.fingerprint, a.payload, a.key, a.queue, a.priority, 0, t.now, t.now, a.max_attempts, a.timeout_ms,
   a.on_crash, a.source, a.sequence, NULL, NULL, t.now, t.now

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -237,7 +238,9 @@ def test_a_key_that_an_open_transaction_holds_keeps_no_other_from_firing(lab: La
         with using(other):
             lab.queue.send("raw", 1, key="k")
         lab.at("2026-03-02 10:01:00")
+        began = time.monotonic()
         lab.settle(beat)
+        assert time.monotonic() - began < 8  # a transaction of our own would wait for ten seconds, and twice
         assert [lab.count(name) for name in (*NAMES, "keyed")] == [1, 1, 1, 0]
         assert "DatabaseBusy" in str(lab.queue.get_schedule("keyed").error)  # type: ignore[union-attr]
         other.rollback()
@@ -245,6 +248,21 @@ def test_a_key_that_an_open_transaction_holds_keeps_no_other_from_firing(lab: La
     assert lab.slots("keyed") == ["2026-03-02 10:01"]
     assert lab.queue.get_schedule("keyed").error is None  # type: ignore[union-attr]
     assert [shown(slot) for slot in lab.sequences("one")] == ["2026-03-02 10:01"]
+
+
+@pytest.mark.databases("postgres")
+@pytest.mark.parametrize("pooler", [False, True])
+def test_a_beats_transactions_have_the_plans_and_the_patience_of_a_workers(lab: Lab, pooler: bool) -> None:
+    """Behind a pooler they last for the transaction, since the session is not the beat's own."""
+    session = lab.beat()._connection.session
+    assert session is not None
+    if pooler:
+        session.connection.prepare_threshold = None
+    session.begin()
+    found = [session.execute(f"SHOW {name}")[0][0] for name in ("enable_seqscan", "plan_cache_mode", "lock_timeout")]
+    session.rollback()
+    assert found == ["off", "force_generic_plan", "1s"]
+    assert session.execute("SHOW enable_seqscan")[0][0] == ("on" if pooler else "off")
 
 
 @pytest.mark.databases("postgres")

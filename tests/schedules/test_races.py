@@ -32,6 +32,7 @@ def test_beats_that_begin_in_one_instant_share_what_is_due(lab: Lab) -> None:
     assert len(lab.of(events.ScheduleFired)) == SCHEDULES * ROUNDS == sum(beat.fired for beat in beats)
     assert sum(schedule.fired for schedule in lab.queue.schedules()) == SCHEDULES * ROUNDS
     assert not lab.of(events.DatabaseTrouble)
+    assert not lab.of(events.ScheduleBroken)  # nobody wrote what another one held
 
 
 def test_people_change_schedules_while_beats_fire_them(lab: Lab) -> None:
