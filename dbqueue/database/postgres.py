@@ -141,6 +141,7 @@ class PostgresSession:
         self.marks = Marks()
         self._wire = Wire(connection)
         self._cursor = connection.cursor(binary=True)
+        self._dedicated = False
         self._plans_for_good: bool | None = False
         self._guarded: bool | None = None
 
@@ -174,7 +175,7 @@ class PostgresSession:
         return self._guarded
 
     def dedicate(self) -> None:
-        self._plans_for_good = None
+        self._dedicated, self._plans_for_good = True, None
 
     def _plans_are_set(self) -> bool:
         """A dedicated session sets its plans once, which saves a statement in each turn, if it talks to the server itself: a pooler
@@ -224,7 +225,8 @@ class PostgresSession:
 
     def begin(self, deadline: float | None = None) -> None:
         # A role may default to serializable or read only; our own transactions say what they need.
-        self._run([(BEGIN, NOTHING), (f"SELECT {PATIENCE}", NOTHING)])
+        planning = [] if not self._dedicated or self._plans_are_set() else [(PLANNING, NOTHING)]
+        self._run([(BEGIN, NOTHING), *planning, (f"SELECT {PATIENCE}", NOTHING)])
 
     def commit(self) -> None:
         self.execute("COMMIT")
