@@ -207,11 +207,19 @@ def check_catch_up(name: str, catch_up: object, max_age: object) -> int | None:
 
 def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = True) -> Entry:
     """Inserts or replaces the definition; returns what is stored now. A new one begins at the database's now: nothing is replayed.
-    Where the spec or its zone changes, what lies before now is dealt with; else the cursor stays. The same definition again
-    changes nothing (A1, D16)."""
+    Where the spec or its zone changes, and where it was retired, what lies before now is dealt with; else the cursor stays. The same
+    definition again changes nothing (A1, D16)."""
+    write(dialect, session, new, replace=replace)
+    entry = get(dialect, session, new.name, new.owner)
+    assert entry is not None  # we hold its lock
+    return entry
+
+
+def write(dialect: Dialect, session: Session, new: Definition, *, replace: bool = True) -> None:
+    """As ``put`` for who does not look at it."""
     grain = SECOND if new.spec.startswith("@") else _MINUTE
     values = {name: getattr(new, name) for name in ("owner", "name", *_DEFINITION)}
-    same = "s.spec = excluded.spec AND s.timezone = excluded.timezone"
+    same = "s.spec = excluded.spec AND s.timezone = excluded.timezone AND s.retired = :retired"
     replaced = ", ".join(f"{name} = excluded.{name}" for name in (*_DEFINITION, "updated_at"))
     update = (
         f"(owner, name) DO UPDATE SET {replaced}, retired = :retired, "
@@ -229,9 +237,6 @@ def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = 
         ),
         {**values, "grain": grain, "retired": False, "offset": dialect.clock.offset},
     )
-    entry = get(dialect, session, new.name, new.owner)
-    assert entry is not None  # we hold its lock
-    return entry
 
 
 def remove(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> bool:
@@ -271,6 +276,14 @@ def reset(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> No
     """Begins anew at the database's now, even if the cursor lies behind it: the way out after the clock was wrong. Slots between
     now and where the cursor was may be fired a second time. Raises ScheduleNotFound."""
     _change(dialect, session, name, owner, "planned = NULL, error = NULL, last_slot = {now}")
+
+
+def retire(dialect: Dialect, session: Session, name: str, owner: str) -> None:
+    """It left the code that declared it: nobody looks at it again before ``put`` brings it back."""
+    _change(
+        dialect, session, name, owner,
+        "retired = :yes, next_at = NULL, error = NULL, planned = spec || ' ' || timezone", yes=True,
+    )  # fmt: skip
 
 
 def _change(dialect: Dialect, session: Session, name: str, owner: str, what: str, **values: object) -> None:

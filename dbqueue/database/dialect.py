@@ -62,7 +62,8 @@ class Dialect(Protocol):
     def compile(self, core_statement: Any) -> tuple[str, dict[str, Any]]: ...
     def portable(self, text: str) -> str:
         """A text that every database runs, with ``:name`` for parameters, table names and ``now`` in braces, as this one takes it.
-        ``{skip_locked}`` at the end of a subselect: rows are taken in its order, and none is waited for, where rows are locked."""
+        ``{skip_locked}`` at the end of a subselect: rows are taken in its order, and none is waited for, where rows are locked;
+        ``{share}``: nobody changes the rows before this transaction has ended."""
 
     # schema
     def lock_schema(self, session: Session) -> None: ...
@@ -82,7 +83,7 @@ class Dialect(Protocol):
 
     # schedules
     def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
-        """Writes jobs of any targets, due now; returns the ids of those written: not where another unfinished job has the key."""
+        """Writes jobs of any kinds, messages too; returns the ids of those written: not where another unfinished job has the key."""
 
     def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
         """Each by compare-and-set on where the cursor was; returns how many moved."""

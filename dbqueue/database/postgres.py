@@ -331,7 +331,8 @@ class Postgres:
     def portable(self, text: str) -> str:
         known = self._portable.get(text)
         if known is None:
-            text_here = self.names.fill(text).replace("{now}", PORTABLE_NOW).replace("{skip_locked}", SKIP_LOCKED)
+            text_here = self.names.fill(text).replace("{now}", PORTABLE_NOW)
+            text_here = text_here.replace("{skip_locked}", SKIP_LOCKED).replace("{share}", "FOR SHARE")
             filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", text_here)
             known = self._portable[text] = filled
         return known
@@ -440,6 +441,8 @@ class Postgres:
             "priorities": [job.priority for job in jobs], "max_attempts": [job.max_attempts for job in jobs],
             "timeouts": [job.timeout_ms for job in jobs], "on_crash": [int(job.on_crash) for job in jobs],
             "sources": [job.source for job in jobs], "sequences": [job.sequence for job in jobs],
+            "task_ids": [job.task_id for job in jobs], "run_ats": [job.run_at for job in jobs],
+            "delays": [job.delay for job in jobs], "heads": [job.head for job in jobs], "ttls": [job.ttl for job in jobs],
         })  # fmt: skip
         if self.notify and rows:
             session.execute(RING_MANY, {"salt": self.names.salt, "queues": sorted({job.queue for job in jobs})})

@@ -472,7 +472,11 @@ class Sqlite:
 
     def portable(self, text: str) -> str:
         return self._texts.get(text) or self._texts.setdefault(
-            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)").replace(" {skip_locked}", "")
+            text,
+            self.names.fill(text)
+            .replace("{now}", f"({SQLITE_NOW} + :offset)")
+            .replace(" {skip_locked}", "")
+            .replace(" {share}", ""),
         )
 
     def _text(self, template: str) -> str:
