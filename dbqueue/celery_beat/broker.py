@@ -8,7 +8,7 @@ from typing import Any
 from celery import Celery
 from celery.app.utils import find_app as find_as_celery_does
 
-from dbqueue.errors import ConfigError
+from dbqueue.errors import ConfigError, QueueError
 from dbqueue.kombu_transport import options
 from dbqueue.kombu_transport.transport import Transport
 from dbqueue.queue import DBQueue
@@ -44,18 +44,18 @@ def owner_of(app: Celery) -> str:
 
 def connection_of(app: Celery) -> Any:
     """A kombu Connection to the broker, not opened yet. Raises ConfigError if that is no database of ours."""
-    connection = app.connection_for_write()
     try:
-        ours = issubclass(connection.get_transport_cls(), Transport)
-    except (ImportError, KeyError, AttributeError):  # its client library is not installed
-        ours = False
-    if not ours:
-        raise ConfigError(
-            f"the broker of the Celery app {app.main!r} is {connection.transport_cls}: a message there and the cursor of its schedule "
-            "could not commit together. Give the app a broker of dbqueue (dbqueue+postgresql://... or dbqueue+sqlite:///...), "
-            "or run Celery's own scheduler"
-        )
-    return connection
+        connection = app.connection_for_write()
+        if issubclass(connection.get_transport_cls(), Transport):
+            return connection
+    except QueueError:
+        raise
+    except Exception:  # noqa: S110 - another broker's client library is not installed: whatever that raises, it is not ours
+        pass
+    raise ConfigError(
+        f"the broker of the Celery app {app.main} is not a database of dbqueue: a message there and the cursor of its schedule could not "
+        "commit together. Give the app such a broker (dbqueue+postgresql://... or dbqueue+sqlite:///...), or run Celery's own scheduler"
+    )
 
 
 def queue_of(app: Celery) -> DBQueue:

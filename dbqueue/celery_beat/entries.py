@@ -131,11 +131,11 @@ def _read(app: Celery, owner: str, name: str, entry: ScheduleEntry) -> AppEntry:
 def _spec_of(given: Any) -> tuple[cron.Spec | None, str, str]:
     """How it is due, its text, and its zone. A subclass may mean anything by its ``is_due``, so it is asked."""
     if type(given) is crontab:
-        zone = _name_of(given.remaining_delta(given.now())[0].tzinfo)
         spec = cron.Cron(
             tuple(given.minute), tuple(given.hour), tuple(given.day_of_month), tuple(given.month_of_year), tuple(given.day_of_week),
             both=True,
         )  # fmt: skip
+        zone = _name_of(given.remaining_delta(given.now())[0].tzinfo)  # in which Celery matches the fields
         if zone is not None:
             return replace(spec, timezone=zone), str(spec), zone
         return None, f"@crontab {spec}", str(given.app.timezone)[:LONGEST_SPEC]

@@ -204,8 +204,9 @@ class AppSource:
 
     def _failed(self, name: str, error: Exception) -> str:
         """What is stored and logged: the kind of error and where it was raised, for its text may quote the arguments."""
-        where = "".join(traceback.format_tb(error.__traceback__))
-        log.error("the entry %s of %s was not sent: %s\n%s", name, self.owner, type(error).__name__, where.rstrip())
+        frames = traceback.extract_tb(error.__traceback__)
+        where = "".join(f"\n  {frame.filename}, line {frame.lineno}, in {frame.name}" for frame in frames)
+        log.error("the entry %s of %s was not sent: %s%s", name, self.owner, type(error).__name__, where)
         if isinstance(error, QueueError):
             return f"{type(error).__name__}: {error}"[:500]
         return f"{type(error).__name__} when its message was made; the log of beat {self._beat} says where"
