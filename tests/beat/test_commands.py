@@ -82,7 +82,7 @@ def test_a_rolling_deployment(program: Program, queue: DBQueue) -> None:
     """C46. Two versions run side by side for a while, and the old one comes back. Each slot of what both have is sent once."""
     old, new = (
         TICK.replace("(1, 1)", "(0, 0)"),
-        TICK.replace("}}}", '}}, "added": {"task": "shop.add", "schedule": 1.0}}'),
+        TICK.replace("}}}", '}}, "added": {"task": "shop.add", "schedule": 1, "args": (2, 2)}}'),
     )
     program.write(old)
     beats = [program.celery_beat(), program.dbqueue_beat()]
@@ -148,9 +148,9 @@ def test_another_broker_is_refused_by_both_commands(program: Program) -> None:
 @pytest.mark.req("C7")
 @pytest.mark.soak
 def test_a_worker_with_a_beat_inside(program: Program, queue: DBQueue) -> None:
-    """``celery worker -B -S dbqueue``, as people have it on one machine."""
+    """``celery worker -B --scheduler dbqueue``, as people have it on one machine."""
     program.write(TICK)
-    worker = program.worker("-B", "-S", "dbqueue", size=1)
+    worker = program.worker("-B", "--scheduler", "dbqueue", size=1)
     wait_for(lambda: program.notes.count("add 1 1") >= 3, 60, "the entries were not worked on")
     program.stop(worker)
     entry = queue.get_schedule("tick", "shop")

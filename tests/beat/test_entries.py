@@ -82,7 +82,7 @@ def _field(low: int, high: int) -> st.SearchStrategy[Any]:
 @settings(max_examples=400, deadline=None)
 @given(
     zone=st.sampled_from(ZONES), minute=_field(0, 59), hour=_field(0, 23), day=st.just("*") | st.sets(st.integers(1, 28), min_size=1),
-    month=_field(1, 12), weekday=_field(0, 6), at=st.datetimes(datetime(2020, 1, 1), datetime(2035, 1, 1)),
+    month=_field(1, 12), weekday=_field(0, 6), at=AT,
 )  # fmt: skip
 @pytest.mark.req("C7", "D15")
 def test_a_crontab_is_due_when_celery_says_so(
@@ -214,7 +214,7 @@ def test_intervals(app: Celery, when: Any, spec: str, counted: bool) -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     every=st.sampled_from([0.25, 7.5, 60, 5_400, 3_600, 86_400, 40_000_000]), relative=st.booleans(), zone=st.sampled_from(ZONES),
-    at=st.datetimes(datetime(2020, 1, 1), datetime(2035, 1, 1)), late=st.integers(0, 3 * 10**12),
+    at=AT, late=st.integers(0, 3 * 10**12),
 )  # fmt: skip
 def test_what_is_asked_is_due_when_celery_says_so(
     every: float, relative: bool, zone: str, at: datetime, late: int
