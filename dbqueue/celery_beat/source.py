@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dbqueue.beat")
 
-_SET_ASIDE = int(SET_ASIDE) * SECOND
+_SET_ASIDE, _TRY_AGAIN = int(SET_ASIDE) * SECOND, 2 * SECOND
 TELL_AGAIN = 60.0
 """Seconds between two lines that another version owns the entries."""
 
@@ -148,7 +148,7 @@ class AppSource:
                 break
         gathered = Gathered(self._database)
         with gathering(gathered):
-            fired += [self._send(due, gathered, now) for due in rounds]
+            fired += [self._send(dialect, session, due, gathered, now) for due in rounds]
         gathered.write(session)
         return fired
 
@@ -167,8 +167,9 @@ class AppSource:
     def _due_at(known: AppEntry, entry: Entry, slot: int) -> int:
         return slot if known.spec is not None or entry.next_at is None else entry.next_at
 
-    def _send(self, due: Due, gathered: Gathered, now: int) -> Fired:
+    def _send(self, dialect: Dialect, session: OwnSession, due: Due, gathered: Gathered, now: int) -> Fired:
         entry, round, letters, error = due
+        pause = _SET_ASIDE
         sent: list[tuple[int, bytes]] = []
         last_slot = entry.last_slot
         for letter in letters:
@@ -178,16 +179,18 @@ class AppSource:
                     self._entries[entry.name], letter, schedules.slot_id(entry.owner, entry.name, letter.slot)
                 )
             except Exception as failure:
-                if (trouble := _of_database(failure)) is not None:
-                    raise trouble from failure
+                trouble = _of_database(failure)
+                if trouble is not None:  # our own, or does the entry's code speak to another database?
+                    dialect.now(session)
+                    pause = _TRY_AGAIN
                 gathered.forget_after(before)
-                error = self._failed(entry.name, failure)
+                error = self._failed(entry.name, trouble or failure)
                 break
             sent.append((letter.due, task_id))
             last_slot = letter.slot
         if error is None:
             return Fired(entry.move(round.last_slot, round.next_at, fired=len(sent)), sent)
-        return Fired(entry.move(last_slot, now + _SET_ASIDE, fired=len(sent), error=error), sent)
+        return Fired(entry.move(last_slot, now + pause, fired=len(sent), error=error), sent)
 
     def _publish(self, known: AppEntry, letter: Letter, slot_id: bytes) -> bytes:
         entry: ScheduleEntry = copy.copy(known.celery)

@@ -36,6 +36,9 @@ class Buffer:
     """Jobs that wait for the commit of one async session or connection. ``place`` is the innermost open transaction when a job
     was added: the job is forgotten when that is rolled back, and handed to its parent when it is released."""
 
+    holds_lock = False
+    """Whether nothing can be written beside it: its transaction is open, and has the one write lock."""
+
     def __init__(self, family: str, place: Callable[[], Any]) -> None:
         self.family = family
         self._place = place
@@ -93,6 +96,7 @@ class Gathered(Buffer):
     def __init__(self, database: Database) -> None:
         super().__init__(database.dialect.name, lambda: None)
         self._database = database
+        self.holds_lock = database.dialect.probes
         self._steps: list[NewJob | Callable[[Session], object]] = []
         self.jobs = 0
         """How many wait."""

@@ -46,6 +46,11 @@ class Block:
         """Where jobs wait for an async session's commit; None: they are written at once."""
         return self._caller if isinstance(self._caller, Buffer) else None
 
+    @property
+    def gathers(self) -> bool:
+        """What is published belongs to a cursor, so that every task's message joins, even through an exchange that is not durable."""
+        return isinstance(self._caller, Gathered)
+
     def check(self, database: Database) -> None:
         """Everything that can be told without the caller's connection. Raises TransactionClosed, DifferentDatabase, SchemaMissing."""
         if self._caller is None:

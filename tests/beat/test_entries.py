@@ -27,6 +27,7 @@ from dbqueue.schedules import Entry
 from tests.transport.shops import ROOT, need_package
 
 HOUR = 3_600 * SECOND
+AT = st.datetimes(datetime(2020, 1, 1), datetime(2035, 1, 1))  # noqa: DTZ001 - what hypothesis makes has no zone
 ZONES = (
     "UTC",
     "Europe/Berlin",

@@ -12,7 +12,7 @@ from typing import Any
 
 import kombu
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.beat import BeatLazyFunc
 from celery.beat import Scheduler as CelerysScheduler
 from celery.schedules import crontab, schedule
@@ -653,3 +653,51 @@ def test_a_lazy_scheduler_touches_nothing(tmp_path: Any) -> None:
     assert "none" in Scheduler(Celery("shop", broker="memory://", set_as_current=False), lazy=True).info
     assert Scheduler(app, lazy=True, max_interval=5).max_interval == 5
     app.close()
+
+
+@pytest.mark.req("C7")
+def test_whatever_is_declared_and_sent_beside_the_message(beats: Beats) -> None:
+    """Queues and exchanges of any kind, events, a reply's queue: on SQLite the beat's own transaction has the one write lock, and what
+    cannot wait for it is written in it."""
+    app = beats.app(
+        {f"e{n}": {**EVERY, "options": {"queue": queue}} for n, queue in enumerate(("plain", "brief", "loose"))},
+        task_send_sent_event=True,
+        result_backend="rpc://",
+        task_queues=[
+            kombu.Queue("plain"),
+            kombu.Queue("brief", kombu.Exchange("loose", durable=False), "brief", auto_delete=True, durable=False),
+            kombu.Queue("loose", kombu.Exchange("loose", durable=False), "loose"),
+        ],
+    )
+    beat = beats.beat(app)
+    idle(beat)
+    for _ in range(3):
+        began = time.monotonic()
+        beats.pass_by(60, beat)
+        assert time.monotonic() - began < 5
+    assert [(beats.entry(f"e{n}").fired, beats.entry(f"e{n}").error) for n in range(3)] == [(3, None)] * 3
+    assert {depth.queue: depth.ready for depth in beats.queue.queues()} == {
+        "plain": 3,
+        "loose": 3,
+    }  # the third goes with its consumer
+
+
+@pytest.mark.req("C7")
+def test_an_entry_whose_code_speaks_to_a_database_that_is_down(beats: Beats) -> None:
+    """It is no trouble of the beat's own database."""
+    away = DBQueue("postgresql://nobody@127.0.0.1:1/none?connect_timeout=2")
+    app = beats.app({"good": EVERY, "bad": {"task": "shop.bad", "schedule": 60}})
+
+    class Bad(Task):
+        name = "shop.bad"
+
+        def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+            away.database.read(lambda session: session.execute("SELECT 1"))
+
+    app.register_task(Bad())
+    beat = beats.beat(app)
+    idle(beat)
+    beats.pass_by(60, beat)
+    assert (beats.entry("good").fired, beats.entry("bad").fired) == (1, 0)
+    assert (beats.entry("bad").error or "").startswith("ConnectionLost")
+    away.close()
