@@ -665,8 +665,10 @@ def test_whatever_is_declared_and_sent_beside_the_message(beats: Beats) -> None:
         result_backend="rpc://",
         task_queues=[
             kombu.Queue("plain"),
-            kombu.Queue("brief", kombu.Exchange("loose", durable=False), "brief", auto_delete=True, durable=False),
-            kombu.Queue("loose", kombu.Exchange("loose", durable=False), "loose"),
+            kombu.Queue(
+                "brief", kombu.Exchange("loose", "topic", durable=False), "brief", auto_delete=True, durable=False
+            ),
+            kombu.Queue("loose", kombu.Exchange("loose", "topic", durable=False), "loose"),
         ],
     )
     beat = beats.beat(app)
@@ -701,3 +703,62 @@ def test_an_entry_whose_code_speaks_to_a_database_that_is_down(beats: Beats) -> 
     assert (beats.entry("good").fired, beats.entry("bad").fired) == (1, 0)
     assert (beats.entry("bad").error or "").startswith("ConnectionLost")
     away.close()
+
+
+@pytest.mark.req("C7")
+def test_an_entry_that_sends_two_messages_sends_both_or_none(beats: Beats) -> None:
+    """A task of one's own may publish more than one."""
+    app = beats.app({"good": EVERY, "pair": {"task": "shop.pair", "schedule": 60}})
+    broken = [True]
+
+    class Pair(Task):
+        name = "shop.pair"
+
+        def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().apply_async(*args, **kwargs)
+            if broken[0]:
+                raise RuntimeError
+            super().apply_async()
+            return result
+
+    app.register_task(Pair())
+    beat = beats.beat(app)
+    idle(beat)
+    beats.pass_by(60, beat)
+    assert (len(beats.sent()), len(beats.sent("shop.pair"))) == (1, 0)
+    broken.clear()
+    broken.append(False)
+    beats.pass_by(61, beat)
+    assert (len(beats.sent()), len(beats.sent("shop.pair"))) == (2, 2)
+
+
+@pytest.mark.req("C7", "D16")
+def test_a_signal_in_the_middle_of_a_round(beats: Beats) -> None:
+    """Celery's handler closes the scheduler and raises SystemExit, wherever the program is. What was not committed then is sent by the
+    next beat."""
+
+    def handler() -> None:
+        running[0].close()
+        raise SystemExit
+
+    running: list[Scheduler] = []
+    beats.clock.offset = 0  # this one has the database's own clock
+    app = beats.app({"odd": {"task": TASK, "schedule": 0.1, "args": (BeatLazyFunc(handler),)}})
+    running.append(Scheduler(app))
+
+    def loop() -> None:
+        for _ in range(100):
+            time.sleep(min(running[0].tick(), 0.05))
+
+    with pytest.raises(SystemExit):
+        loop()
+    assert running[0]._beat is not None
+    running[0].close()
+    running[0].close()
+    assert beats.sent() == []
+    following = Scheduler(beats.app({"odd": {"task": TASK, "schedule": 0.1, "args": (1,)}}))
+    deadline = time.monotonic() + 30
+    while not beats.sent():
+        assert time.monotonic() < deadline
+        time.sleep(min(following.tick(), 0.05))
+    following.close()
