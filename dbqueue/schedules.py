@@ -288,6 +288,14 @@ def reset(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> No
     _change(dialect, session, name, owner, "planned = NULL, error = NULL, last_slot = {now}")
 
 
+def retire(dialect: Dialect, session: Session, name: str, owner: str) -> None:
+    """It left the code that declared it: nobody looks at it again before ``put`` brings it back."""
+    _change(
+        dialect, session, name, owner,
+        "retired = :yes, next_at = NULL, error = NULL, planned = spec || ' ' || timezone", yes=True,
+    )  # fmt: skip
+
+
 def _change(dialect: Dialect, session: Session, name: str, owner: str, what: str, **values: object) -> None:
     session.execute(
         dialect.portable(

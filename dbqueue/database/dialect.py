@@ -91,7 +91,7 @@ class Dialect(Protocol):
 
     # schedules
     def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
-        """Writes jobs of any targets, due now; returns the ids of those written: not where another unfinished job has the key."""
+        """Writes jobs of any kinds, messages too; returns the ids of those written: not where another unfinished job has the key."""
 
     def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
         """Each by compare-and-set on where the cursor was; returns how many moved."""

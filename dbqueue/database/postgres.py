@@ -470,6 +470,8 @@ class Postgres:
             "priorities": [job.priority for job in jobs], "max_attempts": [job.max_attempts for job in jobs],
             "timeouts": [job.timeout_ms for job in jobs], "on_crash": [int(job.on_crash) for job in jobs],
             "sources": [job.source for job in jobs], "sequences": [job.sequence for job in jobs],
+            "task_ids": [job.task_id for job in jobs], "run_ats": [job.run_at for job in jobs],
+            "delays": [job.delay for job in jobs], "heads": [job.head for job in jobs], "ttls": [job.ttl for job in jobs],
         })  # fmt: skip
         if self.notify and rows:
             session.execute(RING_MANY, {"salt": self.names.salt, "queues": sorted({job.queue for job in jobs})})

@@ -90,6 +90,7 @@ class Publisher(virtual.Channel):
         """In the caller's transaction inside ``using``, else in one of our own. What is not durable does not join: others must see
         it before the caller commits, the queue of a reply for one."""
         block = joined.current()
+        joins = joins or (block is not None and block.buffer is not None and block.buffer.holds_lock)
         if block is None or not joins or (not write and block.closed):
             if block is not None and write:
                 block.notice(self.station.database)
@@ -277,7 +278,7 @@ class Publisher(virtual.Channel):
         if not exchange:
             check_queue(routing_key)
         block = joined.current()
-        if block is None or self._is_brief(message, exchange, routing_key):
+        if block is None or self._is_brief(message, exchange, routing_key, block):
             self._publish(message, exchange or "", routing_key or "", None)
             return
         try:
@@ -287,7 +288,7 @@ class Publisher(virtual.Channel):
                 f"the message was not written ({type(error).__name__}): dbqueue could not look up where it goes. Roll back"
             ) from error
 
-    def _is_brief(self, message: dict[str, Any], exchange: str, routing_key: str) -> bool:
+    def _is_brief(self, message: dict[str, Any], exchange: str, routing_key: str, block: joined.Block) -> bool:
         """Remote control, events and replies: they do not join a caller's transaction. A transient message to an ordinary queue is
         none of them."""
         dialect, transient = self.station.dialect, messages.is_transient(message)
@@ -295,7 +296,7 @@ class Publisher(virtual.Channel):
             route = self.station.facts(routing_key)
             return transient if route is None else route.takes_letter(transient=transient)
         found = self.station.read(lambda s: routing.find_exchange(dialect, s, exchange))
-        if found is not None and not found.durable:
+        if found is not None and not found.durable and not block.gathers:
             return True
         if not transient:
             return False

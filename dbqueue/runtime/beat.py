@@ -60,6 +60,10 @@ class Source(Protocol):
 
     owner: str
 
+    def start(self, database: Database, beat: str) -> None:
+        """Once, before the first look. Raises ConfigError, and what the database says: then the beat ends."""
+
+    def close(self) -> None: ...
     def begin(self, dialect: Dialect, session: OwnSession) -> bool:
         """Whether this source may fire now: first in each transaction."""
 
@@ -72,6 +76,8 @@ class Stored:
 
     owner = schedules.OWN
 
+    def start(self, database: Database, beat: str) -> None: ...
+    def close(self) -> None: ...
     def begin(self, dialect: Dialect, session: OwnSession) -> bool:
         return True
 
@@ -121,12 +127,23 @@ class Beat:
 
     def start(self) -> None:
         """Raises what the database says: a beat whose database is not there at its start ends."""
-        self._connection.start()
+        try:
+            self._connection.start()
+            for source in self._sources:
+                source.start(self.database, self.name)
+        except BaseException:
+            self._close()
+            raise
         events.emit(events.BeatStarted(self.name, self.database.label))
 
     def close(self) -> None:
-        self._connection.close()
+        self._close()
         events.emit(events.BeatStopped(self.name, self.fired))
+
+    def _close(self) -> None:
+        for source in self._sources:
+            source.close()
+        self._connection.close()
 
     def stop(self, reason: str = "asked to stop") -> None:
         """From any thread or a signal handler. The second call cuts a connection that does not answer."""
