@@ -112,12 +112,22 @@ class _Consumer(BaseResultConsumer):
         )
 
     def _sleeping(self, result: Any, steps: Iterator[Any], curious: bool) -> Iterator[Any]:
-        inbox, waited = self.inbox, list(_unready(result))
+        inbox, parts = self.inbox, list(_unready(result))
+        waited = [str(part.id) for part in parts]
+        # A group that another thread made waits here, with this thread's backend, and its members know the other one only.
+        strangers = [part for part in parts if part.backend is not self.backend]
+        for part in strangers:
+            self.backend.add_pending_result(part, start_drainer=False)
         self.backend.place.hub.begin(waited, inbox, curious)
         try:
             yield from steps
         finally:
             self.backend.place.hub.end(waited, inbox, curious)
+            for part in strangers:
+                self.backend.remove_pending_result(part)
+                bucket = self.buckets.pop(part, None)
+                if bucket is not None and part._cache is not None:  # it became ready by the other backend
+                    bucket.append(part)
 
     def on_wait_for_pending(self, result: Any, **kwargs: Any) -> None:
         for meta in result._iter_meta():
@@ -158,12 +168,12 @@ class _Consumer(BaseResultConsumer):
                 hub.handled(inbox)
 
 
-def _unready(result: Any) -> Iterator[str]:
-    """The ids of the tasks that a result, a set or a group of results still lacks."""
+def _unready(result: Any) -> Iterator[AsyncResult]:
+    """The results of single tasks that a result, a set or a group of results still lacks."""
     parts = getattr(result, "results", None)
     if parts is None:
         if result._cache is None:
-            yield str(result.id)
+            yield result
         return
     for part in parts:
         yield from _unready(part)

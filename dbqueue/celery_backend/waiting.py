@@ -197,8 +197,11 @@ class Hub:
                 self._read()
             if inbox.due() or time.monotonic() >= until:
                 return
-            before, self._unread = self._unread, True  # should an exception end the sleep
-            self._unread = self._sleep(until) or before
+            try:
+                self._unread |= self._sleep(until)
+            except BaseException:  # an interrupt may have come after the bell
+                self._unread = True
+                raise
 
     def _wanted(self) -> list[str]:
         """What somebody sleeps for, and by turns some of the others: what was asked for and never waited for must cost little."""
