@@ -256,7 +256,8 @@ class Backend(AsyncBackendMixin, CeleryBackend):
             database.ready()
             if block is not None:
                 block.notice(database)
-            scope = database.run if several else database.single
+            # SQLite waits for its write lock only at the beginning of a transaction.
+            scope = database.run if several or dialect.name == "sqlite" else database.single
             return scope(lambda session: verb(dialect, session))
         block.check(database)
         if block.buffer is not None:
