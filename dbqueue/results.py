@@ -21,6 +21,10 @@ BELLS = 64
 """Names under which waiting processes sleep: each result rings one of them, so that a process is seldom woken for others' results."""
 LAST_PART = 2**31 - 1
 """The place of a part that does not say where it belongs."""
+ADDED = -1
+"""In place of a place: the part was added to the chord, which says nothing of its return."""
+DONE_FOR = 86_400_000_000
+"""Microseconds for which it is known that a chord was done, if results are kept for ever."""
 AT_ONCE = 512
 """Ids in one statement."""
 TABLES = ("results", "groups", "chords")
@@ -132,15 +136,25 @@ def set_chord_size(dialect: Dialect, session: Session, group_id: str, size: int,
     )
 
 
-def add_to_chord(dialect: Dialect, session: Session, group_id: str, ttl: int | None) -> None:
-    """One part more than its size says; the caller is a part itself, so the chord cannot be complete."""
+def add_to_chord(dialect: Dialect, session: Session, group_id: str, task_id: str, ttl: int | None) -> None:
+    """One part more than its size says, once for each task; the caller is a part itself, so the chord cannot be complete."""
+    key = {"group_id": group_id}
     session.execute(
         dialect.portable(
-            "INSERT INTO {chords} AS c (group_id, extra, expires_at) SELECT :group_id, 1, {now} + :ttl WHERE 1 = 1 "
-            "ON CONFLICT (group_id) DO UPDATE SET extra = c.extra + 1"
+            "INSERT INTO {chords} (group_id, expires_at) SELECT :group_id, {now} + :ttl WHERE 1 = 1 "
+            "ON CONFLICT (group_id) DO UPDATE SET expires_at = excluded.expires_at"
         ),
-        {"group_id": group_id, "ttl": ttl, "offset": dialect.clock.offset},
+        {**key, "ttl": ttl, "offset": dialect.clock.offset},
     )
+    session.execute(
+        dialect.portable(
+            "INSERT INTO {chord_parts} (group_id, task_id, part, meta) SELECT :group_id, :task_id, :part, :meta WHERE 1 = 1 "
+            "ON CONFLICT DO NOTHING"
+        ),
+        {**key, "task_id": task_id, "part": ADDED, "meta": b""},
+    )
+    if session.changed == 1:
+        session.execute(dialect.portable("UPDATE {chords} SET extra = extra + 1 WHERE group_id = :group_id"), key)
 
 
 def count_part(
@@ -152,8 +166,10 @@ def count_part(
 def chord_parts(dialect: Dialect, session: Session, group_id: str) -> list[bytes]:
     """What the parts returned, in the order of the header."""
     rows = session.execute(
-        dialect.portable("SELECT meta FROM {chord_parts} WHERE group_id = :group_id ORDER BY part, task_id"),
-        {"group_id": group_id},
+        dialect.portable(
+            "SELECT meta FROM {chord_parts} WHERE group_id = :group_id AND part > :added ORDER BY part, task_id"
+        ),
+        {"group_id": group_id, "added": ADDED},
     )
     return [bytes(row[0]) for row in rows]
 
@@ -162,8 +178,11 @@ def end_chord(dialect: Dialect, session: Session, group_id: str) -> bool:
     """Its body was dealt with: what comes later counts no more. False: somebody said so before."""
     key = {"group_id": group_id}
     session.execute(
-        dialect.portable("UPDATE {chords} SET done = :yes WHERE group_id = :group_id AND done = :no"),
-        {**key, "yes": True, "no": False},
+        dialect.portable(
+            "UPDATE {chords} SET done = :yes, expires_at = coalesce(expires_at, {now} + :kept) "
+            "WHERE group_id = :group_id AND done = :no"
+        ),
+        {**key, "yes": True, "no": False, "kept": DONE_FOR, "offset": dialect.clock.offset},
     )
     ended = session.changed == 1
     session.execute(dialect.portable("DELETE FROM {chord_parts} WHERE group_id = :group_id"), key)

@@ -8,31 +8,33 @@ the task cannot run before the caller commits.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from celery import states
 from celery.backends.asynchronous import AsyncBackendMixin, BaseResultConsumer
 from celery.backends.base import Backend as CeleryBackend
-from celery.canvas import maybe_signature
-from celery.exceptions import BackendStoreError, ChordError, ImproperlyConfigured
+from celery.exceptions import BackendStoreError, ImproperlyConfigured
 from celery.exceptions import TimeoutError as CeleryTimeout
-from celery.result import AsyncResult, GroupResult, allow_join_result, result_from_tuple
-from celery.utils.functional import _regen
+from celery.result import AsyncResult, result_from_tuple
+from celery.utils.time import get_exponential_backoff_interval
 
 from dbqueue import results
 from dbqueue.celery_backend import options as configuration
+from dbqueue.celery_backend.chords import Chords, Current
+from dbqueue.celery_backend.recording import Row
 from dbqueue.celery_backend.waiting import Hub, Inbox
 from dbqueue.database import joined
 from dbqueue.database.dialect import Dialect, OwnSession, Session
 from dbqueue.database.engine import Database
-from dbqueue.database.tables import ChordCount
-from dbqueue.errors import ConnectionLost, DatabaseBusy, DifferentDatabase, EnqueueFailed, NotSupported, QueueError
+from dbqueue.errors import ConnectionLost, DatabaseBusy, EnqueueFailed, NotSupported, QueueError
 from dbqueue.queue import open_database
 from dbqueue.runtime.idle import IdleSessions
 
@@ -187,15 +189,7 @@ def refuse_in_transaction() -> None:
         )
 
 
-class _Current(threading.local):
-    """The transaction that a thread is in, and the result that it is about to store there."""
-
-    session: OwnSession | None = None
-    held: str | None = None
-    stored: tuple[str, str, bytes, int | None] | None = None
-
-
-class Backend(AsyncBackendMixin, CeleryBackend):
+class Backend(Chords, AsyncBackendMixin, CeleryBackend):
     """One app's results. Thread-safe, and safe across a fork: a child opens connections of its own."""
 
     supports_native_join = True
@@ -221,7 +215,7 @@ class Backend(AsyncBackendMixin, CeleryBackend):
         self._failure_expires = self.expires if failure is None else self.prepare_expires(failure)
         chord = conf.get("result_chord_expires")
         self._chord_expires = self.expires if chord is None else self.prepare_expires(chord)
-        self._current = _Current()
+        self._current = Current()
         self._place: Place | None = None
         self.result_consumer = _Consumer(self, app, self.accept, self._pending_results, self._pending_messages)
 
@@ -276,21 +270,46 @@ class Backend(AsyncBackendMixin, CeleryBackend):
     @contextmanager
     def _transaction(self) -> Iterator[OwnSession]:
         """Everything that this thread stores until the block ends commits together."""
-        database = self.place.database
+        database, block = self.place.database, joined.current()
         database.ready()
-        with database.transaction() as session:
-            self._current.session = session
-            try:
-                yield session
-            finally:
-                self._current.session = None
+        if block is not None:
+            block.notice(database)
+        with database.transaction() as session, self._inside(session):
+            yield session
+
+    @contextmanager
+    def _inside(self, session: OwnSession) -> Iterator[None]:
+        """Everything that this thread reads and writes until the block ends is done on ``session``."""
+        before, self._current.session = self._current.session, session
+        try:
+            yield
+        finally:
+            self._current.session = before
 
     def exception_safe_to_retry(self, exc: BaseException) -> bool:
+        """Not what failed inside of a transaction: that as a whole is tried again, or it is the caller's, and broken now."""
+        if self._current.session is not None:
+            return False
         if isinstance(exc, EnqueueFailed) and exc.__cause__ is not None:
-            if joined.current() is not None:  # on the caller's transaction, which is broken now
+            if joined.current() is not None:
                 return False
             exc = exc.__cause__
         return isinstance(exc, (ConnectionLost, DatabaseBusy))
+
+    def _persist(self, call: Callable[[], T]) -> T:
+        """Tries again as Celery does around the operations that it knows, as the app's settings for backends say."""
+        for tries in itertools.count(1):
+            try:
+                return call()
+            except Exception as error:
+                if not self.always_retry or tries > self.max_retries or not self.exception_safe_to_retry(error):
+                    raise
+                log.warning("a result could not be written or read (try %s): %s", tries, error)
+            pause = get_exponential_backoff_interval(
+                self.base_sleep_between_retries_ms, tries, self.max_sleep_between_retries_ms, full_jitter=True
+            )
+            self._sleep(pause / 1_000)
+        raise AssertionError("unreachable")
 
     def _ttl(self, seconds: float | None) -> int | None:
         """In microseconds; None: for ever, which Celery writes as 0 or None."""
@@ -318,13 +337,17 @@ class Backend(AsyncBackendMixin, CeleryBackend):
         meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
         meta["task_id"] = task_id = str(task_id)
         ttl = self._ttl(self._failure_expires if state == states.FAILURE else self.expires)
-        row = task_id, state, self.encoded(meta, f"the result of task {task_id}"), ttl
-        if self._current.held == task_id:
-            self._current.stored = row
-        else:
-            self._write(lambda dialect, session: results.store(dialect, session, *row))
+        row = Row(task_id, state, self.encoded(meta, f"the result of task {task_id}"), ttl)
+        if not self._take(row, request):
+            self._store_row(row)
             self._prune_sometimes()
         return result
+
+    def _store_row(self, row: Row) -> None:
+        self._write(lambda dialect, session: results.store(dialect, session, *row))
+
+    def _load(self, task_ids: Iterable[str]) -> dict[str, tuple[str, bytes]]:
+        return self._read(lambda dialect, session: results.load(dialect, session, task_ids))
 
     def _get_task_meta_for(self, task_id: Any) -> dict[str, Any]:
         found = self._read(lambda dialect, session: results.load(dialect, session, [str(task_id)]))
@@ -348,9 +371,7 @@ class Backend(AsyncBackendMixin, CeleryBackend):
         waiting, reads = {str(task_id) for task_id in task_ids}, 0
         until = None if timeout is None else time.monotonic() + timeout
         while waiting:
-            found = self._ensure_retryable(
-                self._read, lambda dialect, session: results.load(dialect, session, sorted(waiting))
-            )
+            found = self._persist(partial(self._load, sorted(waiting)))
             for task_id, (state, raw) in found.items():
                 if state in states.READY_STATES:
                     waiting.discard(task_id)
@@ -407,170 +428,6 @@ class Backend(AsyncBackendMixin, CeleryBackend):
 
     def _delete_group(self, group_id: Any) -> None:
         self._write(lambda dialect, session: results.delete_group(dialect, session, str(group_id)))
-
-    # -- chords ------------------------------------------------------------------------------------------------------
-
-    def set_chord_size(self, group_id: Any, chord_size: int) -> None:
-        ttl = self._ttl(self._chord_expires)
-        self._ensure_retryable(
-            self._write,
-            lambda dialect, session: results.set_chord_size(dialect, session, str(group_id), chord_size, ttl),
-            joins=True,
-        )
-
-    def add_to_chord(self, chord_id: Any, result: Any) -> None:
-        ttl = self._ttl(self._chord_expires)
-        self._ensure_retryable(
-            self._write, lambda dialect, session: results.add_to_chord(dialect, session, str(chord_id), ttl), joins=True
-        )
-
-    def apply_chord(self, header_result_args: Any, body: Any, **kwargs: Any) -> None:
-        """A header of plain tasks needs nothing but its parts; one with groups in it is saved, so that the body gets their shape."""
-        if not isinstance(header_result_args[1], _regen):
-            header = self.app.GroupResult(*header_result_args)
-            if any(isinstance(part, GroupResult) for part in header.results):
-                self.save_group(header.id, header)
-
-    def mark_as_done(self, task_id: Any, result: Any, request: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self._holding(task_id, request):
-            return super().mark_as_done(task_id, result, request, *args, **kwargs)
-
-    def mark_as_failure(
-        self, task_id: Any, exc: Any, traceback: Any = None, request: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        with self._holding(task_id, request):
-            return super().mark_as_failure(task_id, exc, traceback, request, *args, **kwargs)
-
-    def mark_as_revoked(self, task_id: Any, reason: Any = "", request: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self._holding(task_id, request):
-            return super().mark_as_revoked(task_id, reason, request, *args, **kwargs)
-
-    @contextmanager
-    def _holding(self, task_id: Any, request: Any) -> Iterator[None]:
-        """The result of a chord's part is not stored at once, but when it is counted, in the same transaction."""
-        current = self._current
-        if current.held is not None or not (request and request.chord and request.group):
-            yield
-            return
-        current.held, current.stored = str(task_id), None
-        try:
-            yield
-        finally:
-            stored, current.held, current.stored = current.stored, None, None
-        if stored is not None:  # nobody counted it
-            self._ensure_retryable(self._write, lambda dialect, session: results.store(dialect, session, *stored))
-
-    def on_chord_part_return(self, request: Any, state: str, result: Any, **kwargs: Any) -> None:
-        if not request.group or not request.id:
-            return
-        current = self._current
-        stored, current.held, current.stored = current.stored, None, None
-        part = results.LAST_PART if request.group_index is None else int(request.group_index)
-        raw = self.encoded([1, request.id, state, self.encode_result(result, state)], f"the result of {request.id}")
-        callback = maybe_signature(request.chord, app=self.app)
-        error = self._ensure_retryable(self._count, str(request.group), str(request.id), part, raw, stored, callback)
-        if error is not None:
-            # Outside of the transaction: error callbacks are the user's code. If we die before the end, a redelivered part does it.
-            log.error("chord %s failed: %s", request.group, type(error.__cause__ or error).__name__)
-            self.chord_error_from_stack(callback, error)
-            self._ensure_retryable(
-                self._write,
-                lambda dialect, session: results.end_chord(dialect, session, str(request.group)),
-                several=True,
-            )
-
-    def _count(
-        self,
-        group_id: str,
-        task_id: str,
-        part: int,
-        raw: bytes,
-        stored: tuple[str, str, bytes, int | None] | None,
-        callback: Any,
-    ) -> ChordError | None:
-        """Stores, counts, and publishes the body if this was the last part, in one transaction. Returns why there is no body."""
-        dialect = self.place.database.dialect
-        with self._transaction() as session:
-            if stored is not None:
-                results.store(dialect, session, *stored)
-            ttl = self._ttl(self._chord_expires)
-            count: ChordCount = results.count_part(dialect, session, group_id, task_id, part, raw, ttl)
-            if not count.complete:
-                return None
-            try:
-                values = self._header_values(session, group_id)
-            except ChordError as error:
-                return error
-            except QueueError:
-                raise
-            except Exception as error:
-                return _caused(f"Join error: {error!r}", error)
-            try:
-                self._publish(session, callback, values)
-            except QueueError:
-                raise
-            except Exception as error:
-                return _caused(f"Callback error: {error!r}", error)
-            results.end_chord(dialect, session, group_id)
-            results.delete_group(dialect, session, group_id)
-            return None
-
-    def _publish(self, session: OwnSession, body: Any, values: list[Any]) -> None:
-        """In our transaction if the broker is the same database, else beside it, and before it commits: rather twice than never."""
-        publish = getattr(self.app.amqp, "_retry_publish", lambda call, *args: call(*args))
-        try:
-            with joined.using(session.connection):
-                publish(body.delay, values)
-        except DifferentDatabase:
-            publish(body.delay, values)
-
-    def _header_values(self, session: OwnSession, group_id: str) -> list[Any]:
-        header = GroupResult.restore(group_id, backend=self, app=self.app)
-        if header is None:
-            dialect = self.place.database.dialect
-            return [self._value(raw) for raw in results.chord_parts(dialect, session, group_id)]
-        leaves = list(_leaves(header))
-        found = self._read(lambda dialect, session: results.load(dialect, session, [leaf.id for leaf in leaves]))
-        for leaf in leaves:
-            if leaf.id in found:
-                leaf._maybe_set_cache(self.decoded(found[leaf.id][1]))
-        missing = [leaf.id for leaf in leaves if leaf._cache is None]
-        if missing:
-            raise ChordError(f"Dependency {missing[0]} has no result any more")
-        for leaf in leaves:
-            if leaf.state in states.PROPAGATE_STATES:
-                raise _failed(leaf.id, leaf.result)
-        header.on_ready()
-        with allow_join_result():
-            values: list[Any] = header.join(timeout=self.app.conf.result_chord_join_timeout, propagate=True)
-        return values
-
-    def _value(self, raw: bytes) -> Any:
-        _, task_id, state, value = self.decode(raw)
-        if state in states.EXCEPTION_STATES:
-            value = self.exception_to_python(value)
-        if state in states.PROPAGATE_STATES:
-            raise _failed(task_id, value)
-        return value
-
-
-def _leaves(result: Any) -> Iterator[AsyncResult]:
-    for part in result.results:
-        if isinstance(part, GroupResult):
-            yield from _leaves(part)
-        else:
-            yield part
-
-
-def _failed(task_id: str, error: object) -> ChordError:
-    """In the words that Celery's users know: it becomes the body's result, and so it is theirs as the error is."""
-    return _caused(f"Dependency {task_id} raised {error!r}", error)
-
-
-def _caused(text: str, cause: object) -> ChordError:
-    error = ChordError(text)
-    error.__cause__ = cause if isinstance(cause, Exception) else None
-    return error
 
 
 def _said(conf: Any, name: str) -> bool:

@@ -127,7 +127,7 @@ SELECT CASE WHEN sleeper THEN {RING} END IS NOT NULL FROM ins
 LOCK_CHORD = f"""
 WITH t AS MATERIALIZED (SELECT {NOW} AS now)
 INSERT INTO {{chords}} AS c (group_id, expires_at) SELECT %(group_id)s::text, t.now + %(ttl)s::bigint FROM t
-ON CONFLICT (group_id) DO UPDATE SET expires_at = excluded.expires_at RETURNING done
+ON CONFLICT (group_id) DO UPDATE SET expires_at = CASE WHEN c.done THEN c.expires_at ELSE excluded.expires_at END RETURNING done
 """
 COUNT_PART = """
 WITH ins AS (INSERT INTO {chord_parts} (group_id, task_id, part, meta)

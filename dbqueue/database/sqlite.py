@@ -115,8 +115,8 @@ ON CONFLICT (task_id) DO UPDATE SET state = excluded.state, meta = excluded.meta
 WHERE r.state <> 'SUCCESS' OR r.expires_at <= excluded.stored_at
 """
 LOCK_CHORD = f"""
-INSERT INTO {{chords}} (group_id, expires_at) VALUES (:group_id, {SQLITE_NOW} + :offset + :ttl)
-ON CONFLICT (group_id) DO UPDATE SET expires_at = excluded.expires_at
+INSERT INTO {{chords}} AS c (group_id, expires_at) VALUES (:group_id, {SQLITE_NOW} + :offset + :ttl)
+ON CONFLICT (group_id) DO UPDATE SET expires_at = CASE WHEN c.done THEN c.expires_at ELSE excluded.expires_at END
 """
 CHORD = "SELECT returned, size + extra, done FROM {chords} WHERE group_id = :group_id"
 WRITE_PART = """

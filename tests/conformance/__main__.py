@@ -1,4 +1,4 @@
-"""Kombu's and Celery's own suites on dbqueue's broker.
+"""Kombu's and Celery's own suites on dbqueue's broker, with dbqueue's results.
 
     make conformance                                              # both suites, on PostgreSQL and SQLite
     make conformance ARGS="kombu --database sqlite"
@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
                     smoke=options.smoke,
                     only=options.only,
                     worker=options.worker,
+                    results=options.results,
                     limit=options.limit,
                     show=True,
                 )
@@ -73,6 +74,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         default="thread",
         help="how Celery's suite gets its worker: in a thread, as it wants it (default), or as the command celery worker, which "
         "some of its tests cannot reach into",
+    )
+    parser.add_argument(
+        "--results",
+        choices=["dbqueue", "redis"],
+        default="dbqueue",
+        help="where Celery's suite keeps the results of its tasks: in the broker's database (default), or in a Redis",
     )
     parser.add_argument("--celery", metavar="VERSION", help="or newest; default: the installed one")
     parser.add_argument("--kombu", metavar="VERSION", help="default: the newest of Celery's minor version")

@@ -102,26 +102,33 @@ def run(
     smoke: bool = False,
     only: str | None = None,
     worker: str = "thread",
+    results: str = "dbqueue",
     limit: float = 3600.0,
     show: bool = False,
 ) -> Run:
     """Run a suite, or its smoke subset, or the tests that match `only`, on the broker's URL (`dbqueue+postgresql://...`).
 
     `worker`: Celery's suite starts one in a `thread` of its own, and some of its tests reach into it; as a `process` it is the
-    command that is deployed. `limit`: seconds for the whole run. `show`: upstream's progress goes to the terminal; otherwise it
-    is kept as `Run.log`. Raises IndexUnreachable and RedisMissing.
+    command that is deployed. `results`: of its tasks are kept in the broker's database, `dbqueue`, or in `redis`. `limit`: seconds
+    for the whole run. `show`: upstream's progress goes to the terminal; otherwise it is kept as `Run.log`. Raises IndexUnreachable
+    and RedisMissing.
     """
     home = environment.suite(suite.name)
     left_out = dict(suite.left_out)
     database = urlsplit(broker).scheme.removeprefix("dbqueue+")
+    own_results = suite.needs_redis and results == "dbqueue"
     if worker == "process":
         left_out.update(suite.left_out_of_process)
+    if own_results:
+        left_out.update(suite.left_out_of_own_results)
     version = getattr(environment, suite.name)
     title = f"{suite.name} {version} on {database}"
     if smoke:
         title += ", smoke"
     if worker == "process" and suite.name == "celery":
         title += ", worker process"
+    if suite.needs_redis and not own_results:
+        title += ", results in Redis"
     result = Run(title)
     with tempfile.TemporaryDirectory(prefix="dbqueue-conformance-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -138,6 +145,7 @@ def run(
             "slow_tests": suite.slow_tests,
             "worker_files": suite.worker_files,
             "worker": worker,
+            "own_results": own_results,
         }
         (folder / "plan.json").write_text(json.dumps(plan))
         (folder / "pytest.ini").write_text(_INI)
@@ -152,7 +160,8 @@ def run(
         }
         if suite.needs_redis:
             port = stack.enter_context(_redis(folder))
-            settings.update(REDIS_HOST="127.0.0.1", REDIS_PORT=str(port), TEST_BACKEND=f"redis://127.0.0.1:{port}/0")
+            settings.update(REDIS_HOST="127.0.0.1", REDIS_PORT=str(port))
+            settings["TEST_BACKEND"] = broker if own_results else f"redis://127.0.0.1:{port}/0"
         command: list[str | Path] = [environment.python, "-m", "pytest", "-c", folder / "pytest.ini", "--rootdir", home]
         command += ["-q", "--no-header", "--tb=short", "-p", "recorder", "-p", "no:cacheprovider", "-p", "no:dbqueue"]
         whole_files = {
@@ -224,10 +233,10 @@ def _read(path: Path, run: Run) -> None:
 
 @contextlib.contextmanager
 def _redis(folder: Path) -> Iterator[int]:
-    """A server of our own for results and notes; the port."""
+    """A server of our own for the notes that tasks take; the port."""
     program = shutil.which("redis-server")
     if program is None:
-        raise RedisMissing("redis-server is not installed: Celery's suite keeps its results there")
+        raise RedisMissing("redis-server is not installed: the tasks of Celery's suite take notes there")
     port = _free_port()
     command: Sequence[str | Path] = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
     server = subprocess.Popen(

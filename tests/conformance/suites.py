@@ -15,8 +15,10 @@ class Suite:
     left_out: dict[str, str] = field(default_factory=dict)
     left_out_of_process: dict[str, str] = field(default_factory=dict)
     """With a worker in a process of its own."""
+    left_out_of_own_results: dict[str, str] = field(default_factory=dict)
+    """With results in our database too."""
     needs_redis: bool = False
-    """Results and notes of its tasks are kept in Redis."""
+    """Its tasks take notes in Redis, wherever results are kept."""
     slow_tests: tuple[str, ...] = ()
     """They try out dozens of combinations, some of which wait for seconds."""
     worker_files: tuple[str, ...] = ()
@@ -26,6 +28,7 @@ class Suite:
 _REDIS = "about the protocol of Celery's Redis transport or backend"
 _BACKEND = "about another result backend"
 _NO_BROKER = "no broker takes part"
+_REDIS_KEYS = "looks at Redis' own keys and channels of results"
 _REACHES_IN = "looks into the worker's memory, which is another process"
 
 KOMBU = Suite(
@@ -61,6 +64,8 @@ CELERY = Suite(
         "test_canvas.py::test_chord::test_group_chain",
         "test_canvas.py::test_chord::test_nested_chord",
         "test_canvas.py::test_chord::test_priority*",
+        "test_canvas.py::test_chord::test_add_to_chord",
+        "test_canvas.py::test_chord::test_error_propagates_from_chord*",
     ),
     left_out={
         "test_backend.py*": _BACKEND,
@@ -94,6 +99,12 @@ CELERY = Suite(
         "test_tasks.py::test_task_replacement::test_replaced_task_nesting_level_*": _REACHES_IN,
         "test_tasks.py::test_task_replacement::test_replaced_task_nesting_chain": _REACHES_IN,
         "test_tasks.py::test_signal_bound_method_receivers::*": _REACHES_IN,
+    },
+    left_out_of_own_results={
+        "test_canvas.py::test_chord::test_chord_on_error": _REDIS_KEYS,
+        "test_canvas.py::test_chord::test_redis_subscribed_channels_leak": _REDIS_KEYS,
+        "test_tasks.py::test_task_redis_result_backend::test_ignoring_result_no_subscriptions": _REDIS_KEYS,
+        "test_tasks.py::test_task_redis_result_backend::test_asyncresult_*_cancels_subscription": _REDIS_KEYS,
     },
     needs_redis=True,
     slow_tests=(
