@@ -41,7 +41,7 @@ from dbqueue.errors import (
     Unroutable,
     WouldDeadlock,
 )
-from dbqueue.payload import CorruptPayload, ModelId
+from dbqueue.payload import CorruptPayload, ModelId, SchemaMismatch
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
 from dbqueue.runtime.context import JobContext, Port, current_job
@@ -91,6 +91,7 @@ __all__ = [
     "Schedule",
     "ScheduleConflict",
     "ScheduleNotFound",
+    "SchemaMismatch",
     "SchemaMissing",
     "SchemaOutdated",
     "SchemaTooNew",

@@ -39,7 +39,7 @@ from uuid import UUID
 
 from dbqueue import ids
 from dbqueue.database.tables import ClaimedRow
-from dbqueue.errors import ConfigError
+from dbqueue.errors import ConfigError, QueueError
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.execute import Outcome, Work, execute
 from dbqueue.states import Kind, State
@@ -118,6 +118,7 @@ class Answer:
     delay: int | None
     noticed: bool
     memory: int
+    payload: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,9 @@ class ProcessSlots:
                 child.leaving = True
         if work is not None and not work.abandoned:
             work.context.noticed = answer.noticed
-            self._done.append(Outcome(work, answer.state, answer.kind, answer.summary, answer.duration, answer.delay))
+            self._done.append(
+                Outcome(work, answer.state, answer.kind, answer.summary, answer.duration, answer.delay, answer.payload)
+            )
         if child.leaving:
             self._send(child, None)
 
@@ -519,6 +522,8 @@ def _run(order: Order, current: Current) -> Answer:
         found = importlib.import_module(order.module)
         for name in order.attribute.split("."):
             found = getattr(found, name)
+    with suppress(QueueError):
+        found = getattr(found, "target", found)  # a door's call site stands where its target is declared
     if not isinstance(found, Target) or found.name != order.target:
         return Answer(State.BLOCKED, Kind.UNKNOWN_TARGET, None, 0.0, None, False, 0)
     row = ClaimedRow(
@@ -534,6 +539,7 @@ def _run(order: Order, current: Current) -> Answer:
         outcome.delay,
         current.context.noticed,
         memory_kib(),
+        outcome.payload,
     )
 
 

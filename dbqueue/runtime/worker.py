@@ -36,7 +36,7 @@ from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
 from dbqueue.runtime.options import WorkerOptions
 from dbqueue.runtime.processes import ChildOptions, ProcessSlots, address
-from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, released
+from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, outdated, released
 from dbqueue.runtime.shutdown import stop_on_signals
 from dbqueue.runtime.slots import Slots, ThreadSlots
 from dbqueue.runtime.stopping import Stopping
@@ -340,6 +340,8 @@ class Worker:
         kind = obstacle(row, target, self._longest)
         if kind is not None:
             self.claims.end(running, blocked(row, kind))
+        elif (end := outdated(row, self.lease)) is not None:
+            self.claims.end(running, end)
         elif not self.slots.start(running.work):
             self.claims.end(running, released(row))
         elif events.wanted(events.JobStarted):
