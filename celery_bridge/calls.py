@@ -78,6 +78,19 @@ class CallSchema:
             raise TypeError(f"{self.task}(): {error}") from None
         return Call(list(args), dict(kwargs), self._names, **more)
 
+    def changed(
+        self, made: Call, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """The arguments of ``made`` with these in their place. What is given now wins where the other kind gave the same parameter."""
+        if args is not None and kwargs is None:
+            given = self._names[: len(args)]
+            return args, {name: value for name, value in made.kwargs.items() if name not in given}
+        if kwargs is not None and args is None:
+            left = dict(kwargs)
+            names = [*self._names, *[""] * len(made.args)]
+            return [left.pop(name, value) for name, value in zip(names, made.args, strict=False)], left
+        return made.args if args is None else args, made.kwargs if kwargs is None else kwargs
+
     def encode(self, value: object, /) -> bytes:
         """The bytes to store. Raises InvalidPayload, naming the argument, TargetIsNotAValue."""
         if not isinstance(value, Call):

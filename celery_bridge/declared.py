@@ -144,7 +144,10 @@ class Task(Generic[P, R]):
     def bind_to(self, home: Home) -> None:
         """Makes its target and registers it with the home's queue. Raises InvalidTarget if the name is taken there."""
         limit = home.time_limit if self.time_limit is None else self.time_limit
-        _check_limits(self.soft_time_limit, limit)
+        try:
+            _check_limits(self.soft_time_limit, limit)
+        except InvalidArgument as error:
+            raise InvalidTarget(f"task {self.name!r}: {error}") from None
 
         @functools.wraps(self._function)
         def handler(call: Call) -> None:
@@ -387,9 +390,8 @@ class Task(Generic[P, R]):
         delay, when = self._wait(eta, countdown)
         made = request.call or Call([], {}, [])
         call = self._schema.call(
-            made.args if args is None else args, made.kwargs if kwargs is None else kwargs, retries=retries, task_id=made.task_id,
-            queue=made.queue, priority=made.priority, headers=made.headers, eta=calls.after(delay).isoformat(), expires=made.expires,
-            limits=made.limits,
+            *self._schema.changed(made, args, kwargs), retries=retries, task_id=made.task_id, queue=made.queue, priority=made.priority,
+            headers=made.headers, eta=calls.after(delay).isoformat(), expires=made.expires, limits=made.limits,
         )  # fmt: skip
         cause = sys.exc_info()[0] if exc is None else type(exc)
         told = f"{retries}" + ("" if limit is None else f" of {limit}") + (f" after {cause.__name__}" if cause else "")
