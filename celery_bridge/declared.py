@@ -13,6 +13,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime, timezone, tzinfo
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar
@@ -298,9 +299,12 @@ class Task(Generic[P, R]):
         return self.signature(args, kwargs, immutable=True)
 
     def AsyncResult(self, task_id: str) -> AsyncResult[R]:  # noqa: N802 - Celery's name
-        """The newest call of this task with this id."""
+        """The newest call of this task with this id; the id of a job that a schedule wrote is the job's."""
         queue = self._bound[0].queue
         found = queue.jobs(task_id=_check_task_id(task_id), target=self.name, limit=1)
+        with suppress(ValueError):
+            job = None if found else queue.get_job(uuid.UUID(task_id))
+            found = [job] if job is not None and job.target == self.name else found
         return AsyncResult(queue, task_id, found[0].id if found else None)
 
     # -- a run -------------------------------------------------------------------------------------------------------

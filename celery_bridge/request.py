@@ -16,6 +16,8 @@ from celery_bridge.calls import Call
 from dbqueue.errors import GoOn
 
 log = logging.getLogger("dbqueue.jobs")
+_told: set[str] = set()
+"""Tasks whose soft time limit was told to be without effect."""
 
 
 class Retry(GoOn):
@@ -118,7 +120,9 @@ def soft_limit(task: str, seconds: float | None) -> Iterator[None]:
         yield
         return
     if threading.current_thread() is not threading.main_thread():
-        log.warning("task %s: its soft time limit needs process slots (-P processes); it has none here", task)
+        if task not in _told:
+            _told.add(task)
+            log.warning("task %s: its soft time limit needs process slots (-P processes); it has none here", task)
         yield
         return
     active = True

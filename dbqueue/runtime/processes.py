@@ -420,6 +420,27 @@ def address(target: Target[Any]) -> tuple[str, str]:
     return module, attribute
 
 
+def check_address(target: Target[Any]) -> None:
+    """Raises ConfigError for a target that a child would not find, so that this is known before its first job comes."""
+    module, attribute = address(target)
+    loaded = sys.modules.get(module)
+    if loaded is not None and _found(loaded, attribute) is not target:
+        raise ConfigError(
+            f"target {target.name!r}: a child process looks for it as {module}:{attribute}, and something else is there; assign what "
+            "the declaration returns to that name, or use thread slots (-P threads)"
+        )
+
+
+def _found(module: Any, attribute: str) -> Any:
+    """What stands there; of a door's call site, its target."""
+    found = module
+    with suppress(AttributeError, QueueError):
+        for name in attribute.split("."):
+            found = getattr(found, name)
+        return found if isinstance(found, Target) else found.target
+    return None
+
+
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
@@ -518,12 +539,8 @@ def _listen(orders: Connection, inbox: deque[Order], arrived: threading.Semaphor
 def _run(order: Order, current: Current) -> Answer:
     assert current.context is not None
     found: Any = None
-    with suppress(ImportError, AttributeError):
-        found = importlib.import_module(order.module)
-        for name in order.attribute.split("."):
-            found = getattr(found, name)
-    with suppress(QueueError):
-        found = getattr(found, "target", found)  # a door's call site stands where its target is declared
+    with suppress(ImportError):
+        found = _found(importlib.import_module(order.module), order.attribute)
     if not isinstance(found, Target) or found.name != order.target:
         return Answer(State.BLOCKED, Kind.UNKNOWN_TARGET, None, 0.0, None, False, 0)
     row = ClaimedRow(

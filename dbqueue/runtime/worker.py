@@ -35,7 +35,7 @@ from dbqueue.runtime.connection import SWEEP_PAUSE, Connection
 from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
 from dbqueue.runtime.options import WorkerOptions
-from dbqueue.runtime.processes import ChildOptions, ProcessSlots, address
+from dbqueue.runtime.processes import ChildOptions, ProcessSlots, check_address
 from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, outdated, released
 from dbqueue.runtime.shutdown import stop_on_signals
 from dbqueue.runtime.slots import Slots, ThreadSlots
@@ -75,7 +75,7 @@ class Worker:
         self.queues = self._queue_names()
         if self.options.pool != "threads":
             for target in self.targets.values():
-                address(target)  # one that a child cannot find is refused now, not when its job comes
+                check_address(target)  # one that a child cannot find is refused now, not when its job comes
         size = job_settings.workers if self.options.slots is None else self.options.slots
         self.lease = self._lease_us(job_settings)
         self.poll = job_settings.poll_ms / 1000

@@ -339,6 +339,8 @@ def test_a_schedule_takes_a_signatures_payload(queue: DBQueue, tasks: Tasks) -> 
         queue.schedule("sums", "0 3 * * *", tasks.add.target, {"x": 1})
     drained(queue)
     assert tasks.seen[0] == (1, 9) or tasks.seen[1] == (1, 9)
+    assert tasks.tell.AsyncResult(str(job.id)).state == "SUCCESS"
+    assert tasks.add.AsyncResult(str(job.id)).job_id is None, "another task's"
     request = next(seen for seen in tasks.seen if seen != (1, 9))
     assert (request.id, request.delivery_info["routing_key"]) == (str(job.id), "default")
 

@@ -7,12 +7,14 @@ import inspect
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from celery_bridge import Bridge, Ignore, MaxRetriesExceededError, NotSupported, Reject, Retry, Task, shared_task
 from dbqueue import ConfigError, DBQueue, InvalidName, InvalidTarget, ReservedName, TargetIsNotAValue
+from dbqueue.runtime.worker import Worker, WorkerOptions
 
 
 def plain(x: int) -> int:
@@ -135,6 +137,19 @@ def test_a_bridge_that_is_refused(options: Any, told: str) -> None:
         Bridge(DBQueue(), **options)
     with pytest.raises(ConfigError, match="Bridge takes a DBQueue; got str"):
         Bridge("sqlite:///x.db")  # type: ignore[arg-type]
+
+
+@pytest.mark.req("C8", "D9")
+def test_a_task_that_a_child_would_not_find_is_refused_when_the_worker_starts(tmp_path: Path) -> None:
+    """It has another name in its module than its function has."""
+    queue = DBQueue(f"sqlite:///{tmp_path / 'q.db'}")
+    other = Bridge(queue).task(name="other")(plain)
+    with pytest.raises(
+        ConfigError, match=r"target 'other': a child process looks for it as \S+test_declarations:plain"
+    ):
+        Worker(queue, WorkerOptions(pool="processes"))
+    assert other(1) == 2
+    queue.close()
 
 
 # -- here and now ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from celery_bridge import Bridge, Ignore, MaxRetriesExceededError, NotSupported, Reject, Retry
-from dbqueue import Bury, DBQueue, RetryLater
+from dbqueue import Bury, DBQueue, RetryLater, current_job
 from tests.bridge.lab import outcome
 from tests.factory import claim_turn, set_columns
-from tests.runtimes.lab import drained, record
+from tests.runtimes.lab import drained, in_thread, record
+from tests.waiting import wait_for
 
 Seen = list[Any]
 
@@ -125,7 +127,7 @@ def test_a_retry_may_have_other_arguments_but_is_the_same_job(queue: DBQueue, br
     def walk(self: Any, step: int, *, far: bool = False) -> None:
         seen.append((step, far))
         if step == 1:
-            self.retry(args=(2,), kwargs={"far": True})
+            self.retry(kwargs={"step": 2, "far": True})
         if step == 2:
             self.retry(args=(3,), max_retries=9)
         if step == 3:
@@ -256,6 +258,27 @@ def test_a_crash_costs_an_attempt_and_no_retry(queue: DBQueue, bridge: Bridge) -
         crash()
         found = record(queue, job)
         assert (found.state, found.error_kind) == (state, "crashed")
+
+
+@pytest.mark.req("C8", "D19")
+def test_an_error_of_a_task_that_was_told_to_stop_does_not_end_its_job(queue: DBQueue, bridge: Bridge) -> None:
+    began = threading.Event()
+
+    @bridge.task
+    def act() -> None:
+        job = current_job()
+        assert job is not None
+        began.set()
+        wait_for(lambda: job.is_cancelled)
+        raise Boom
+
+    result = act.delay()
+    with in_thread(queue, shutdown=0.0) as worker:
+        assert began.wait(10)
+        worker.stop()
+        worker.ended()
+    assert result.state in ("PENDING", "RETRY")
+    assert record(queue, result.job_id).state == "pending"
 
 
 @pytest.mark.req("C8")
