@@ -68,6 +68,11 @@ class ClaimedJob:
             )
         )
 
+    def bury(self, error: BaseException | str) -> None:
+        """The job is dead now, whatever attempts are left; of the error as much is stored as by ``retry``. Raises LostClaim, ClaimBusy."""
+        summary = clean_summary(error) if isinstance(error, str) else summary_of(error)
+        self._settle(Settlement(self._row.id, self._row.token, State.DEAD, self.queue, Kind.REJECTED, summary))
+
     def release(self) -> None:
         """Hands the job back unstarted: pending at once, and the attempt is not counted. Raises LostClaim, ClaimBusy."""
         self._settle(Settlement(self._row.id, self._row.token, State.PENDING, self.queue, refund=True))

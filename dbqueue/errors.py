@@ -57,6 +57,8 @@ class Code(str, Enum):
     SCHEMA_MISMATCH = "schema_mismatch"
     INVALID_POLICY = "invalid_policy"
     # schedules, locks, outbox
+    LOCK_TAKEN = "lock_taken"
+    LOCK_LOST = "lock_lost"
     LEADERSHIP_LOST = "leadership_lost"
     SCHEDULE_NOT_FOUND = "schedule_not_found"
     SCHEDULE_CONFLICT = "schedule_conflict"
@@ -281,6 +283,29 @@ class ScheduleConflict(QueueError):
     adopt`` puts this version's in its place."""
 
     code = Code.SCHEDULE_CONFLICT
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
+class LockTaken(QueueError):
+    """``with queue.lock(name)``: somebody else holds the lock (A7). Try again later; nothing was done."""
+
+    code = Code.LOCK_TAKEN
+
+
+class LockLost(QueueError):
+    """The lock ended, by the database's clock, before what it protected did (A7): somebody else may have held it meanwhile. Renew
+    it in time, or give it a longer ``ttl``."""
+
+    code = Code.LOCK_LOST
+
+
+class LeadershipLost(LockLost):
+    """Another runner fires the schedules now (A3). This one fired nothing after its leadership had ended: start it again, or leave
+    the work to the other."""
+
+    code = Code.LEADERSHIP_LOST
 
 
 # -- the database itself -----------------------------------------------------------------------------------------------

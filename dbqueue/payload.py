@@ -44,7 +44,7 @@ from uuid import UUID
 
 import msgspec
 
-from dbqueue.errors import Code, InvalidPayload, InvalidTarget, QueueError, TargetIsNotAValue
+from dbqueue.errors import Code, InvalidArgument, InvalidPayload, InvalidTarget, QueueError, TargetIsNotAValue
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """1 MiB: claims carry payloads in batches, and a bigger thing belongs in a row or file that the payload names."""
@@ -181,6 +181,25 @@ def json_copy(target: str, argument: str, value: object) -> Any:
 def names_a_secret(name: str, annotation: object = None) -> bool:
     """Whether an argument of this name would store a secret (D10), unless its type says that it is only about one."""
     return _names_a_secret(name, annotation if isinstance(annotation, str) else getattr(annotation, "__name__", ""))
+
+
+def any_json(target: str) -> PayloadSchema:
+    """The schema of payloads that are any JSON value, as ``encode_json`` writes them."""
+    canonical = json.dumps({"format": _FORMAT, "input": "any"}, separators=(",", ":"), sort_keys=True)
+    fingerprint = hashlib.sha256(canonical.encode("ascii")).digest()
+    shape = _Shape("any", Any, lambda value: value)
+    return PayloadSchema(target, object, canonical, fingerprint, shape, msgspec.json.Decoder())
+
+
+def encode_json(what: str, value: object) -> bytes:
+    """The bytes of any JSON value. Raises InvalidArgument, naming ``what`` (D10: never the value)."""
+    try:
+        data = msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise InvalidArgument(f"{what}: the payload is no JSON value ({type(error).__name__})") from None
+    if len(data) > MAX_PAYLOAD_BYTES:
+        raise InvalidArgument(f"{what}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}")
+    return data
 
 
 # -- the compiled form of a type ---------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from dbqueue.errors import (
     JobError,
     JobNotFound,
     KeyTaken,
+    LeadershipLost,
+    LockLost,
+    LockTaken,
     LostClaim,
     NotInTransaction,
     NotSupported,
@@ -41,10 +44,13 @@ from dbqueue.errors import (
     Unroutable,
     WouldDeadlock,
 )
+from dbqueue.locks import Lock
+from dbqueue.outbox import Outbox, OutboxMessage
 from dbqueue.payload import CorruptPayload, ModelId, SchemaMismatch
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
 from dbqueue.runtime.context import JobContext, Port, current_job
+from dbqueue.runtime.leader import run_schedules
 from dbqueue.runtime.program import Runtime
 from dbqueue.schedules import Schedule
 from dbqueue.targets import JobRef, Target
@@ -78,10 +84,16 @@ __all__ = [
     "JobRecord",
     "JobRef",
     "KeyTaken",
+    "LeadershipLost",
+    "Lock",
+    "LockLost",
+    "LockTaken",
     "LostClaim",
     "ModelId",
     "NotInTransaction",
     "NotSupported",
+    "Outbox",
+    "OutboxMessage",
     "Port",
     "QueueDepth",
     "QueueError",
@@ -104,5 +116,6 @@ __all__ = [
     "Unroutable",
     "WouldDeadlock",
     "current_job",
+    "run_schedules",
     "using",
 ]

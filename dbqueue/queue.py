@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-import msgspec
+from msgspec import structs
 
 from dbqueue import clock, cron, ids, jobs, schedules, views
 from dbqueue import settings as config
@@ -28,6 +28,8 @@ from dbqueue.database.engine import Database
 from dbqueue.database.migrate import Migration
 from dbqueue.database.tables import DEFAULT_PRIORITY, ClaimRequest, Enqueued, NewJob, Turn
 from dbqueue.errors import ConfigError, ConnectionLost, InvalidArgument, InvalidTarget, NotSupported
+from dbqueue.locks import Lock
+from dbqueue.outbox import Outbox
 from dbqueue.schedules import OWN, Definition, Schedule
 from dbqueue.states import State
 from dbqueue.targets import (
@@ -316,17 +318,35 @@ class DBQueue:
         has ended by the database's clock. Whoever holds it calls ``heartbeat`` in time and ends with ``ack`` or ``retry``."""
         config.check_name("queue", name)
         config.check_name("worker", worker_id)
-        lease_us = lease_microseconds(lease)
+        return self.take(name, worker_id, lease_microseconds(lease), RAW_BACKOFF)
+
+    def take(self, queue: str, worker: str, lease: int, backoff: float) -> ClaimedJob | None:
+        """Claims from a queue whose name is checked already."""
         database = self.database
         database.ready()
-        request = ClaimRequest((name,), 1, worker_id, ids.new_token(), lease_us)
+        request = ClaimRequest((queue,), 1, worker, ids.new_token(), lease)
         with database.session() as session:
             rows = database.dialect.turn(session, Turn(claim=request)).claimed
             if not rows:
-                due = database.dialect.upkeep(session, 100, (name,))
+                due = database.dialect.upkeep(session, 100, (queue,))
                 if due.promoted or due.again:
                     rows = database.dialect.turn(session, Turn(claim=request)).claimed
-        return ClaimedJob(database, rows[0], lease_us, RAW_BACKOFF) if rows else None
+        return ClaimedJob(database, rows[0], lease, backoff) if rows else None
+
+    # -- outboxes ----------------------------------------------------------------------------------------------------
+
+    def outbox(self, name: str) -> Outbox:
+        """The outbox of this name (A6), up to 185 characters: ``outbox.enqueue(payload)`` joins your transaction, and
+        ``outbox.run_once`` or ``dbqueue worker --outbox`` delivers. Raises InvalidName, ReservedName; nothing is asked of the database."""
+        return Outbox(self, name)
+
+    # -- locks -------------------------------------------------------------------------------------------------------
+
+    def lock(self, name: str, ttl: float = 30.0) -> Lock:
+        """A lock of the database (A7), not taken yet: ``with queue.lock("import", ttl=60): ...``, or ``acquire``, ``renew`` and
+        ``release``. ``ttl``: seconds (0.1 to 86,400) after which it ends unless it was renewed, by the database's clock. Raises
+        InvalidName, ReservedName, InvalidArgument; nothing is asked of the database."""
+        return Lock(self.database, config.check_name("lock", name), ttl)
 
     # -- one job by hand ---------------------------------------------------------------------------------------------
 
@@ -468,7 +488,7 @@ def _definition(
         job = target.new_job(payload, key=key, priority=priority)
         if max_attempts is not None:
             config.check_target_policy(target.name, max_attempts=max_attempts, timeout=1, priority=0)
-            job = msgspec.structs.replace(job, max_attempts=max_attempts)
+            job = structs.replace(job, max_attempts=max_attempts)
     elif isinstance(target, str):
         attempts = RAW_ATTEMPTS if max_attempts is None else max_attempts
         wanted = DEFAULT_PRIORITY if priority is None else priority

@@ -39,7 +39,7 @@ else:
 from dbqueue.errors import ConfigError, InvalidArgument, InvalidName, InvalidTarget, QueueError, ReservedName
 
 Mode = Literal["api", "worker", "all"]
-NameKind = Literal["queue", "target", "schedule", "lock", "worker"]
+NameKind = Literal["queue", "target", "schedule", "lock", "outbox", "worker"]
 Dialect = Literal["sqlite", "postgresql", "mysql"]
 
 DEFAULT_FILE = "dbqueue.toml"

@@ -15,17 +15,15 @@ import typing
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ClassVar, Generic, NoReturn, ParamSpec, Protocol, TypeVar, overload
 from uuid import UUID
-
-import msgspec
 
 from dbqueue import clock, ids, retry
 from dbqueue.database.tables import NewJob, stored_priority
 from dbqueue.errors import InvalidArgument, InvalidTarget, QueueError, TargetIsNotAValue
-from dbqueue.payload import MAX_PAYLOAD_BYTES, schema_of
+from dbqueue.payload import encode_json, schema_of
 from dbqueue.settings import RESERVED_PREFIX, check_key, check_name, check_target_policy, describe
-from dbqueue.states import OnCrash
+from dbqueue.states import OnCrash, State
 
 P = TypeVar("P")
 A = ParamSpec("A")
@@ -139,6 +137,8 @@ class Target(Generic[P]):
     """A declared target; made by ``@queue.job(...)``. Immutable and safe to share between threads."""
 
     __dbqueue_target__ = True  # told apart by the payload checks, which stand below this module
+    done: ClassVar[State] = State.SUCCEEDED
+    """How a job ends whose handler returned."""
 
     def __init__(self, name: str, handler: Callable[..., Any], schema: Schema, policy: Policy, writer: Writer) -> None:
         self.name, self.handler, self.schema, self.policy = name, handler, schema, policy
@@ -314,6 +314,14 @@ def _record_of(handler: Callable[..., Any], name: str, namespace: dict[str, Any]
     return typing.cast(type, hints[only.name])
 
 
+def wish(delay: object) -> int | None:
+    """What a handler asks for with RetryLater, in microseconds; None, and so the target's own backoff, for what is no number of
+    seconds."""
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or delay != delay:
+        return None
+    return round(min(max(0.0, delay), MAX_DELAY) * clock.SECOND)
+
+
 def raw_job(
     name: str,
     payload: Any,
@@ -326,14 +334,7 @@ def raw_job(
     """A checked job of a raw queue, which has no target (A8). Raises InvalidName, ReservedName, InvalidArgument."""
     check_name("queue", name)
     check_target_policy(f"raw queue {name}", max_attempts=max_attempts, timeout=1, priority=priority)
-    try:
-        data = msgspec.json.encode(payload)
-    except (TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise InvalidArgument(f"raw queue {name!r}: the payload is no JSON value ({type(error).__name__})") from None
-    if len(data) > MAX_PAYLOAD_BYTES:
-        raise InvalidArgument(
-            f"raw queue {name!r}: the payload has {len(data)} bytes, the limit is {MAX_PAYLOAD_BYTES}"
-        )
+    data = encode_json(f"raw queue {name!r}", payload)
     return NewJob(
         id=ids.new_id(), target=f"{RESERVED_PREFIX}raw.{name}", queue=name, payload=data, max_attempts=max_attempts,
         priority=stored_priority(priority), key=None if key is None else check_key(key), run_at=run_at, delay=delay,

@@ -473,7 +473,7 @@ class Backend(AsyncBackendMixin, CeleryBackend):
             raise ChordError(f"Dependency {missing[0]} has no result any more")
         for leaf in leaves:
             if leaf.state in states.PROPAGATE_STATES:
-                raise _caused(f"Dependency {leaf.id} raised {leaf.result!r}", leaf.result)
+                raise _failed(leaf.id, leaf.result)
         header.on_ready()
         with allow_join_result():
             values: list[Any] = header.join(timeout=self.app.conf.result_chord_join_timeout, propagate=True)
@@ -484,7 +484,7 @@ class Backend(AsyncBackendMixin, CeleryBackend):
         if state in states.EXCEPTION_STATES:
             value = self.exception_to_python(value)
         if state in states.PROPAGATE_STATES:
-            raise _caused(f"Dependency {task_id} raised {value!r}", value)
+            raise _failed(task_id, value)
         return value
 
 
@@ -494,6 +494,11 @@ def _leaves(result: Any) -> Iterator[AsyncResult]:
             yield from _leaves(part)
         else:
             yield part
+
+
+def _failed(task_id: str, error: object) -> ChordError:
+    """In the words that Celery's users know: it becomes the body's result, and so it is theirs as the error is."""
+    return _caused(f"Dependency {task_id} raised {error!r}", error)
 
 
 def _caused(text: str, cause: object) -> ChordError:

@@ -12,7 +12,9 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from types import ModuleType, TracebackType
+from typing import Any
 
 import click
 
@@ -60,6 +62,21 @@ def find_queue(spec: str) -> DBQueue:
     raise ConfigError(_several(dict(sorted(distinct.values(), key=lambda item: item[0]))))
 
 
+def find_callable(spec: str) -> tuple[str, str, Callable[..., Any]]:
+    """What ``module:callable`` means, with the two names. Raises as ``find_queue``."""
+    name, colon, attribute = spec.partition(":")
+    if not colon or not _dotted(name) or not _dotted(attribute):
+        raise ConfigError("write module:callable, as in shop.mail:send")
+    value: object = _import(name, "")
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            raise ConfigError(f"{name} has no attribute {attribute!r}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise ConfigError(f"{name}:{attribute} cannot be called, its type is {type(value).__name__}")
+    return name, attribute, value
+
+
 def _dotted(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
 
@@ -76,7 +93,7 @@ def _wrong_spelling(spec: str) -> str:
 # -- importing ---------------------------------------------------------------------------------------------------------
 
 
-def _import(name: str) -> ModuleType:
+def _import(name: str, option: str = "-A ") -> ModuleType:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)  # and it stays: jobs import late
@@ -86,7 +103,7 @@ def _import(name: str) -> ModuleType:
         raise  # a declaration of the module is wrong, and the message says which
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and _users_part(error.__traceback__) is None:
-            raise ConfigError(_not_found(name)) from None
+            raise ConfigError(_not_found(name, option)) from None
         raise ImportFailed(_describe(name, error)) from error
 
 
@@ -100,12 +117,14 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
     return None
 
 
-def _not_found(name: str) -> str:
+def _not_found(name: str, option: str) -> str:
     parent, _, last = name.rpartition(".")
     if parent and hasattr(sys.modules.get(parent), last):
-        return f"there is no module {name!r}, but {parent!r} has an attribute of that name: write -A {parent}:{last}"
+        return (
+            f"there is no module {name!r}, but {parent!r} has an attribute of that name: write {option}{parent}:{last}"
+        )
     if last == "py":
-        return f"there is no module {name!r}; -A takes a module and not its file: write -A {parent}"
+        return f"there is no module {name!r}; a module is asked for and not its file: write {option}{parent}"
     return f"there is no module {name!r} in {os.getcwd()} or on Python's path"
 
 

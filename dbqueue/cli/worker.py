@@ -8,14 +8,20 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
+from dbqueue.cli import apps
 from dbqueue.cli.logs import LEVELS, expanded, set_up_logging
 from dbqueue.cli.options import Asked, app_option, traceback_option
 from dbqueue.errors import InvalidName, QueueError
+from dbqueue.outbox import check_deliver, queue_of
 from dbqueue.queue import DBQueue
 from dbqueue.settings import check_name
+
+if TYPE_CHECKING:
+    from dbqueue.runtime.deliver import Delivery
 
 log = logging.getLogger("dbqueue")
 
@@ -31,6 +37,23 @@ def _names(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
         raise click.BadParameter(str(error)) from None
 
 
+def _outboxes(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Names and what delivers them, not imported yet."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, spec = value.partition("=")
+        try:
+            queue_of(name)
+        except InvalidName as error:
+            raise click.BadParameter(str(error)) from None
+        if not equals or not spec:
+            raise click.BadParameter(f"write name=module:callable; {name!r} has no callable")
+        if name in found:
+            raise click.BadParameter(f"outbox {name!r} is named twice; one callable delivers it")
+        found[name] = spec
+    return found
+
+
 def _number(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
     if value is not None and math.isnan(value):  # which no range of click's refuses
         raise click.BadParameter("nan is no number of seconds")
@@ -40,6 +63,15 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
 @click.command()
 @app_option
 @click.option("-Q", "--queues", metavar="A,B", callback=_names, help="Work on these queues only.")
+@click.option(
+    "--outbox",
+    "outboxes",
+    multiple=True,
+    metavar="NAME=MODULE:CALLABLE",
+    callback=_outboxes,
+    help="Deliver this outbox with that; may be repeated.",
+)
+@click.option("--url", metavar="URL", help="Without -A: the database of the outboxes, if not DBQUEUE_URL.")
 @click.option("-c", "--concurrency", type=click.IntRange(1, 1_000), metavar="N", help="Jobs at the same time.")
 @click.option(
     "-n", "--hostname", metavar="NAME", callback=expanded, help="This worker's name; %h, %n, %d as in celery."
@@ -88,10 +120,10 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
 )
 @traceback_option
 def worker(
-    app: str | None, queues: tuple[str, ...] | None, concurrency: int | None, hostname: str | None, loglevel: str,
-    log_format: str, pool: str, max_jobs_per_child: int | None, max_memory_per_child: int | None, processes: int | None,
-    lease: float | None, once: bool, max_jobs: int | None, shutdown: float,
-    health_file: str | None,
+    app: str | None, queues: tuple[str, ...] | None, outboxes: dict[str, str], url: str | None, concurrency: int | None,
+    hostname: str | None, loglevel: str, log_format: str, pool: str, max_jobs_per_child: int | None,
+    max_memory_per_child: int | None, processes: int | None, lease: float | None, once: bool, max_jobs: int | None,
+    shutdown: float, health_file: str | None,
 ) -> int:  # fmt: skip
     """Run jobs. -A names the module whose import declares them all.
 
@@ -100,10 +132,16 @@ def worker(
     \b
     dbqueue worker -A shop.jobs
     dbqueue worker -A shop.jobs:queue -Q mail,default -c 8 -n mail@%h -l warning
+    dbqueue worker --outbox receipts=shop.mail:deliver
     """
-    app = click.get_current_context().find_root().params.get("app") if app is None else app
-    if app is None:
-        raise click.UsageError("a worker needs -A: the module that declares its jobs")
+    if url is not None and app is not None:
+        raise click.UsageError("give -A or --url, not both")
+    if app is None and url is None:
+        app = click.get_current_context().find_root().params.get("app")
+    if app is None and not outboxes:
+        raise click.UsageError("a worker needs -A, the module that declares its jobs, or --outbox")
+    if app is None and queues:
+        raise click.UsageError("-Q needs -A, the module that declares the jobs of these queues")
     if pool == "threads" and (max_jobs_per_child or max_memory_per_child):
         raise click.UsageError("--max-jobs-per-child and --max-memory-per-child need child processes: -P processes")
     if processes is not None and health_file is not None:
@@ -118,16 +156,35 @@ def worker(
     from dbqueue.runtime.processes import ChildOptions  # the other commands need none of it
     from dbqueue.runtime.worker import WorkerOptions, run_worker
 
-    imports, setup = (app.partition(":")[0],), partial(set_up_logging, loglevel, log_format)
-    child = None if pool == "threads" else ChildOptions(imports, setup, max_jobs_per_child, max_memory_per_child)
+    imports = [app.partition(":")[0]] if app is not None else []
+    imports += [spec.partition(":")[0] for spec in outboxes.values()]
+    setup = partial(set_up_logging, loglevel, log_format)
+    child = (
+        None
+        if pool == "threads"
+        else ChildOptions(tuple(dict.fromkeys(imports)), setup, max_jobs_per_child, max_memory_per_child)
+    )
     options = WorkerOptions(
         queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,
-        pool=pool, child=child, health_file=health_file,
+        pool=pool, child=child, health_file=health_file, outboxes=tuple(_delivery(*outbox) for outbox in outboxes.items()),
     )  # fmt: skip
-    with Asked(app, None, False).opened() as queue:
+    with Asked(app, url, False).opened() as queue:
         set_up_logging(loglevel, log_format)
         _warn_of_idle_queues(queue, queues or ())
         return run_worker(queue, options)
+
+
+def _delivery(name: str, spec: str) -> Delivery:
+    from dbqueue.runtime.deliver import Delivery
+
+    try:
+        module, attribute, deliver = apps.find_callable(spec)
+        check_deliver(deliver)
+    except apps.ImportFailed as error:
+        raise apps.ImportFailed(f"--outbox {name}: " + error.message) from error.__cause__
+    except QueueError as error:
+        raise click.BadParameter(f"{name}: {error}", param_hint="'--outbox'") from error
+    return Delivery(name, deliver, module, attribute)
 
 
 def _warn_of_idle_queues(queue: DBQueue, names: Sequence[str]) -> None:

@@ -64,7 +64,8 @@ class Dialect(Protocol):
     def compile(self, core_statement: Any) -> tuple[str, dict[str, Any]]: ...
     def portable(self, text: str) -> str:
         """A text that every database runs, with ``:name`` for parameters, table names and ``now`` in braces, as this one takes it.
-        ``{skip_locked}`` at the end of a subselect: rows are taken in its order, and none is waited for, where rows are locked."""
+        ``{skip_locked}`` at the end of a subselect: rows are taken in its order, and none is waited for, where rows are locked;
+        ``{for_update}``: they are waited for."""
 
     # schema
     def lock_schema(self, session: Session) -> None: ...

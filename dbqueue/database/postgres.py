@@ -339,6 +339,7 @@ class Postgres:
         known = self._portable.get(text)
         if known is None:
             text_here = self.names.fill(text).replace("{now}", PORTABLE_NOW).replace("{skip_locked}", SKIP_LOCKED)
+            text_here = text_here.replace("{for_update}", "FOR UPDATE")
             filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", text_here)
             known = self._portable[text] = filled
         return known

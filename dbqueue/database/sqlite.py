@@ -491,9 +491,11 @@ class Sqlite:
         return str(compiled), dict(compiled.params)
 
     def portable(self, text: str) -> str:
-        return self._texts.get(text) or self._texts.setdefault(
-            text, self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)").replace(" {skip_locked}", "")
-        )
+        known = self._texts.get(text)
+        if known is None:
+            filled = self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)")
+            known = self._texts[text] = filled.replace(" {skip_locked}", "").replace(" {for_update}", "")
+        return known
 
     def _text(self, template: str) -> str:
         return self._texts.get(template) or self._texts.setdefault(template, self.names.fill(template))

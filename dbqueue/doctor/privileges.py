@@ -61,6 +61,7 @@ _CONSUME = (
 _JOBS = tuple(Right("jobs", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
 # FOR UPDATE SKIP LOCKED, which prune needs, asks for UPDATE even where nothing is updated.
 _HISTORY = tuple(Right("finished", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
+_LOCK = tuple(Right("locks", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
 _READ = (
     Right("jobs", "SELECT", _shown(JOB_COLUMNS)),
     Right("finished", "SELECT", _shown(FINISHED_COLUMNS)),
@@ -70,7 +71,8 @@ _READ = (
 ROLES: Mapping[str, tuple[Right, ...]] = {
     "publisher": (*_LOOK, *_PUBLISH),
     "worker": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "UPDATE", "DELETE")), *_HISTORY),
-    "operator": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME, Right("exchanges", "DELETE")),
+    "locker": (*_LOOK, *_LOCK),
+    "operator": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME, Right("exchanges", "DELETE"), *_LOCK),
     "reader": (*_LOOK, *_READ),
     "celery_publisher": (*_LOOK, *_PUBLISH_MESSAGES),
     "celery_worker": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME),

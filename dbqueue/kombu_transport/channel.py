@@ -22,7 +22,7 @@ from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport import message as messages
 from dbqueue.kombu_transport.housekeeping import ALIVE
 from dbqueue.kombu_transport.ledger import Delivery
-from dbqueue.kombu_transport.publishing import Publisher
+from dbqueue.kombu_transport.publishing import Publisher, check_queue
 from dbqueue.mail import Binding, Item
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Channel(Publisher):
     # -- consuming ---------------------------------------------------------------------------------------------------
 
     def basic_consume(self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any) -> None:
+        check_queue(queue)
         dialect, station = self.station.dialect, self.station
         self._do(
             lambda s: routing.add_consumer(
@@ -136,6 +137,7 @@ class Channel(Publisher):
                 self._end(entry.tag, ends.handed_back)
 
     def basic_get(self, queue: str, no_ack: bool = False, **kwargs: Any) -> Any:
+        check_queue(queue)
         self._in_order()
         delivery = self.station.claim_one(queue, self.key)
         if delivery is not None:

@@ -23,13 +23,14 @@ from dbqueue import ids, routing
 from dbqueue.database import joined
 from dbqueue.database.dialect import Session
 from dbqueue.database.tables import Letter, NewJob
-from dbqueue.errors import ConnectionLost, DatabaseError, EnqueueFailed, Unroutable
+from dbqueue.errors import ConnectionLost, DatabaseError, EnqueueFailed, ReservedName, Unroutable
 from dbqueue.kombu_transport import message as messages
 from dbqueue.kombu_transport import options as configuration
 from dbqueue.kombu_transport.message import Revoke
 from dbqueue.kombu_transport.station import Station
 from dbqueue.mail import Binding, bells
 from dbqueue.routing import Exchange, Queue, Route
+from dbqueue.settings import RESERVED_PREFIX
 
 if TYPE_CHECKING:
     from dbqueue.kombu_transport.transport import Transport
@@ -145,6 +146,7 @@ class Publisher(virtual.Channel):
     @_joins
     def queue_declare(self, queue: str | None = None, passive: bool = False, **kwargs: Any) -> Any:
         name = queue or f"amq.gen-{uuid()}"
+        check_queue(name)
         dialect, station = self.station.dialect, self.station
         declared = self._declared(name, kwargs)
         configuration.tell_unmet(declared.name, kwargs.get("arguments") or {})
@@ -189,6 +191,7 @@ class Publisher(virtual.Channel):
     def queue_bind(
         self, queue: str, exchange: str | None = None, routing_key: str = "", arguments: Any = None, **kwargs: Any
     ) -> None:
+        check_queue(queue)
         if not exchange:  # every queue is bound to the default exchange by its name
             return
         dialect = self.station.dialect
@@ -216,6 +219,7 @@ class Publisher(virtual.Channel):
         return [(key, key, queue) for queue, name, key in self.list_bindings() if name == exchange]
 
     def queue_delete(self, queue: str, if_unused: bool = False, if_empty: bool = False, **kwargs: Any) -> int:
+        check_queue(queue)
         if (if_empty and self._size(queue)) or (if_unused and self._consumer_count(queue)):
             return 0
         dialect, station = self.station.dialect, self.station
@@ -225,6 +229,7 @@ class Publisher(virtual.Channel):
         return gone
 
     def queue_purge(self, queue: str, **kwargs: Any) -> int:
+        check_queue(queue)
         self._in_order()
         purged = self._do(lambda s: routing.purge(self.station.dialect, s, queue), write=True)
         route = self.station.facts(queue)
@@ -256,6 +261,8 @@ class Publisher(virtual.Channel):
 
     @_joins
     def basic_publish(self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any) -> None:
+        if not exchange:
+            check_queue(routing_key)
         block = joined.current()
         if block is None or self._is_brief(message, exchange, routing_key):
             self._publish(message, exchange or "", routing_key or "", None)
@@ -393,6 +400,15 @@ class Publisher(virtual.Channel):
             session = block.session(database)
             for job in jobs:
                 self.station.dialect.enqueue(session, job, database.database_id)
+
+
+def check_queue(name: str) -> None:
+    """The broker has any queue but dbqueue's own: through it, what only an outbox may write could be written, taken and purged. Raises
+    ReservedName, which kombu does not try again."""
+    if name and name.startswith(RESERVED_PREFIX):
+        raise ReservedName(
+            f"queue name {name!r} begins with {RESERVED_PREFIX!r}, which dbqueue keeps for itself. Choose another."
+        )
 
 
 def _us(route: Route) -> int | None:

@@ -93,9 +93,17 @@ class Beat:
     """``step`` does what is due and returns the seconds until it wants to be called again; it raises nothing that a later step may
     cure. Not thread-safe, but for ``stop``."""
 
-    def __init__(self, database: Database, sources: Sequence[Source] = (), *, name: str, poll: float = POLL) -> None:
+    def __init__(
+        self,
+        database: Database,
+        sources: Sequence[Source] = (),
+        *,
+        name: str,
+        stored: Source | None = None,
+        poll: float = POLL,
+    ) -> None:
         self.database, self.dialect, self.name = database, database.dialect, name
-        self._sources = [Stored(), *sources]
+        self._sources = [stored or Stored(), *sources]
         self._owners = [source.owner for source in self._sources]
         self._poll = poll
         self._connection = Connection(database, name, (), poll=poll, listen=False)

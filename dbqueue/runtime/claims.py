@@ -107,7 +107,7 @@ class Claims:
         for running in list(self._running.values()):
             if running.settlement is not None:
                 continue
-            if not running.timed_out and now >= running.deadline:
+            if not running.timed_out and now >= running.deadline and not running.prolonged(now):
                 self._flag(running, now)
             elif not running.expired and now >= running.lease_end:
                 running.expired = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
@@ -23,9 +24,11 @@ class JobContext:
         "_id",
         "_raw_id",
         "attempt",
+        "beat_at",
         "is_cancelled",
         "max_attempts",
         "noticed",
+        "on_beat",
         "on_cancel",
         "target",
     )
@@ -36,6 +39,10 @@ class JobContext:
         self.is_cancelled = False
         self.on_cancel: Callable[[], None] | None = None
         """How the flag reaches a coroutine, or a child process."""
+        self.beat_at = 0.0
+        """Of time.monotonic(): from then on a message's time is counted; see ``deliver``."""
+        self.on_beat: Callable[[], None] | None = None
+        """How a heartbeat leaves a child process."""
         self._event: threading.Event | None = None
         self.noticed = False
         """The handler has seen the flag: if it returns now, it has stopped half-way and not succeeded."""
@@ -63,6 +70,12 @@ class JobContext:
         )  # made only where it is needed: it costs more than the rest
         self.noticed = self.is_cancelled or event.wait(seconds)
         return self.noticed
+
+    def beat(self) -> None:
+        """The job's time begins anew, from any thread."""
+        self.beat_at = time.monotonic()
+        if self.on_beat is not None:
+            self.on_beat()
 
     def cancel(self) -> None:
         """Sets the flag, from any thread. First the flag and then the event, as ``wait`` looks the other way round."""

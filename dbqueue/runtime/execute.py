@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -15,13 +14,12 @@ from typing import Any
 
 from msgspec import Struct
 
-from dbqueue import clock
 from dbqueue.database.tables import ClaimedRow
 from dbqueue.errors import Bury, GoOn, RetryLater, summary_of
 from dbqueue.payload import CorruptPayload
 from dbqueue.runtime.context import JobContext, enter, leave
 from dbqueue.states import Kind, State
-from dbqueue.targets import MAX_DELAY, Target
+from dbqueue.targets import Target, wish
 
 log = logging.getLogger("dbqueue.jobs")
 
@@ -118,7 +116,7 @@ def _failure(work: Work, error: BaseException, began: float) -> Outcome:
     if isinstance(error, Bury):
         state, kind = State.DEAD, Kind.REJECTED
     elif isinstance(error, RetryLater):
-        delay = _wish(error.delay)
+        delay = wish(error.delay)
         payload = error.payload if isinstance(error, GoOn) else None
     elif isinstance(error, asyncio.CancelledError) and work.context.is_cancelled:
         # Where it stopped is no news: it did as it was told.
@@ -131,14 +129,3 @@ def _failure(work: Work, error: BaseException, began: float) -> Outcome:
         if work.target is not None and work.target.policy.one_try and not work.context.is_cancelled:
             state = State.DEAD
     return Outcome(work, state, kind, summary_of(error), time.monotonic() - began, delay, payload)
-
-
-def _wish(delay: object) -> int | None:
-    """Microseconds; None, and so the target's own backoff, for what is no number of seconds."""
-    if (
-        isinstance(delay, bool)
-        or not isinstance(delay, (int, float))
-        or (isinstance(delay, float) and math.isnan(delay))
-    ):
-        return None
-    return round(min(max(0.0, delay), MAX_DELAY) * clock.SECOND)

@@ -25,7 +25,7 @@ def _started(e: events.JobStarted) -> Line:
 def _ended(e: events.JobEnded) -> Line | None:
     level = (
         INFO
-        if e.outcome == "succeeded" or e.kind == "released"
+        if e.outcome in ("succeeded", "acked") or e.kind == "released"
         else ERROR
         if e.outcome in ("dead", "blocked")
         else WARNING

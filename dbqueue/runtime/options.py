@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dbqueue import settings
 from dbqueue.errors import ConfigError
+from dbqueue.runtime.deliver import Delivery
 from dbqueue.runtime.processes import ChildOptions
 
 POOLS = ("threads", "processes", "prefork")
@@ -34,6 +35,8 @@ class WorkerOptions:
     """What the children of process slots import first, and when they are replaced."""
     health_file: str | None = None
     """Written once a second while the loop comes round and the database answers; see ``health``."""
+    outboxes: tuple[Delivery, ...] = ()
+    """Delivered beside the jobs of ``queues``; of an outbox that is not named here, no message is claimed."""
 
     def check(self) -> None:
         """Raises ConfigError, InvalidName."""
@@ -48,6 +51,9 @@ class WorkerOptions:
             raise ConfigError(f"--shutdown is a number of seconds from 0; got {settings.describe(seconds)}")
         if self.pool not in POOLS:
             raise ConfigError(f"-P is one of {', '.join(POOLS)}; got {settings.describe(self.pool)}")
+        names = [delivery.target().name for delivery in self.outboxes]
+        if len(names) != len(set(names)):
+            raise ConfigError("an outbox is delivered by one callable; --outbox names one of them twice")
         if self.name is not None:
             settings.check_name("worker", self.name)
 

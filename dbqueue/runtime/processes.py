@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO, ClassVar
 from uuid import UUID
@@ -40,7 +41,9 @@ from uuid import UUID
 from dbqueue import ids
 from dbqueue.database.tables import ClaimedRow
 from dbqueue.errors import ConfigError, QueueError
+from dbqueue.outbox import PREFIX
 from dbqueue.runtime.context import JobContext
+from dbqueue.runtime.deliver import OutboxTarget
 from dbqueue.runtime.execute import Outcome, Work, execute
 from dbqueue.states import Kind, State
 from dbqueue.targets import Target
@@ -123,6 +126,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cancel:
+    job_id: UUID
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat of a delivery."""
+
     job_id: UUID
     attempt: int
 
@@ -316,6 +327,9 @@ class ProcessSlots:
         except Exception:  # it died, or no longer talks as it should
             self._bury(child)
             return
+        if isinstance(answer, Beat):
+            self._beaten(child, answer)
+            return
         if not isinstance(answer, Ready):
             self._ended(child, answer)
         elif answer.failure is None:
@@ -323,6 +337,13 @@ class ProcessSlots:
         else:
             child.failure = answer.failure
         self.ring()
+
+    @staticmethod
+    def _beaten(child: Child, beat: Beat) -> None:
+        """It may come from a thread that outlived its job."""
+        context = child.work.context if child.work is not None else None
+        if context is not None and (context.id, context.attempt) == (beat.job_id, beat.attempt):
+            context.beat()
 
     def _ended(self, child: Child, answer: Answer) -> None:
         most, memory = self.options.max_jobs, self.options.max_memory
@@ -408,6 +429,8 @@ def _is_idle(child: Child) -> bool:
 
 def address(target: Target[Any]) -> tuple[str, str]:
     """Where a child finds a target: its handler's module and name. A target that stands nowhere cannot run in a child."""
+    if isinstance(target, OutboxTarget):
+        return target.address
     module, attribute = target.handler.__module__, target.handler.__qualname__
     if "<locals>" in attribute:
         raise ConfigError(
@@ -424,20 +447,31 @@ def check_address(target: Target[Any]) -> None:
     """Raises ConfigError for a target that a child would not find, so that this is known before its first job comes."""
     module, attribute = address(target)
     loaded = sys.modules.get(module)
-    if loaded is not None and _found(loaded, attribute) is not target:
+    if loaded is None or isinstance(target, OutboxTarget):
+        return
+    found = None
+    with suppress(AttributeError):
+        found = _target_of(_at(loaded, attribute))
+    if found is not target:
         raise ConfigError(
             f"target {target.name!r}: a child process looks for it as {module}:{attribute}, and something else is there; assign what "
             "the declaration returns to that name, or use thread slots (-P threads)"
         )
 
 
-def _found(module: Any, attribute: str) -> Any:
-    """What stands there; of a door's call site, its target."""
+def _at(module: Any, attribute: str) -> Any:
     found = module
-    with suppress(AttributeError, QueueError):
-        for name in attribute.split("."):
-            found = getattr(found, name)
-        return found if isinstance(found, Target) else found.target
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _target_of(found: Any) -> Any:
+    """Of a door's call site its target, if it has one by now; else what was found."""
+    if isinstance(found, Target):
+        return found
+    with suppress(QueueError):
+        return getattr(found, "target", found)
     return None
 
 
@@ -454,7 +488,13 @@ def serve_child(orders: Connection, answers: Connection, options: ChildOptions) 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     _be_deaf_to_signals()
     inbox: deque[Order] = deque()
-    arrived, current = threading.Semaphore(0), Current()
+    speaking = threading.Lock()
+
+    def say(answer: Answer | Beat | Ready) -> None:
+        with speaking:  # a job's threads may send heartbeats
+            answers.send(answer)
+
+    arrived, current = threading.Semaphore(0), Current(say)
     threading.Thread(target=_listen, args=(orders, inbox, arrived, current), daemon=True).start()
     try:
         if options.setup is not None:
@@ -463,9 +503,9 @@ def serve_child(orders: Connection, answers: Connection, options: ChildOptions) 
             importlib.import_module(module)
     except BaseException as error:
         text = " ".join(str(error).split())[:500]
-        answers.send(Ready(f"the application cannot be imported in a child process: {type(error).__name__}: {text}"))
+        say(Ready(f"the application cannot be imported in a child process: {type(error).__name__}: {text}"))
         raise
-    answers.send(Ready())
+    say(Ready())
     own = os.getpid()
     while True:
         arrived.acquire()
@@ -477,7 +517,7 @@ def serve_child(orders: Connection, answers: Connection, options: ChildOptions) 
         if os.getpid() != own:  # the job forked, and its child came back by the way of its parent
             os._exit(1)
         _flush_streams()
-        answers.send(answer)
+        say(answer)
 
 
 def _be_deaf_to_signals() -> None:
@@ -513,6 +553,7 @@ def _flush_streams() -> None:
 
 @dataclass(eq=False)
 class Current:
+    say: Callable[[Beat], None]
     context: JobContext | None = None
 
 
@@ -539,8 +580,12 @@ def _listen(orders: Connection, inbox: deque[Order], arrived: threading.Semaphor
 def _run(order: Order, current: Current) -> Answer:
     assert current.context is not None
     found: Any = None
-    with suppress(ImportError):
-        found = _found(importlib.import_module(order.module), order.attribute)
+    with suppress(ImportError, AttributeError):
+        found = _at(importlib.import_module(order.module), order.attribute)
+    if order.target.startswith(PREFIX) and callable(found):
+        found = OutboxTarget(order.target, found, (order.module, order.attribute))
+        current.context.on_beat = partial(current.say, Beat(order.job_id, order.attempt))
+    found = _target_of(found)
     if not isinstance(found, Target) or found.name != order.target:
         return Answer(State.BLOCKED, Kind.UNKNOWN_TARGET, None, 0.0, None, False, 0)
     row = ClaimedRow(

@@ -60,6 +60,11 @@ class Running:
         """When it has to be renewed or watched; its settling is a matter apart."""
         return min(NEVER if self.lost else self.renew_at, self.watch_at)
 
+    def prolonged(self, now: float) -> bool:
+        """Whether a heartbeat has set the timeout to a later time than now."""
+        self.deadline = max(self.deadline, self.work.context.beat_at + (self.row.timeout_ms or 0) / 1000)
+        return self.deadline > now
+
     def renewed(self, sent: float, lease: int) -> None:
         """``sent`` is before the database wrote it, so our idea of the lease ends early."""
         self.renew_at, self.lease_end = sent + lease / 3e6, sent + lease / 1e6
@@ -148,4 +153,6 @@ def decide(running: Running, outcome: Outcome, default: Backoff, *, stopping: bo
         return Settlement(row.id, row.token, state, row.queue, kind, outcome.summary, delay, payload=outcome.payload)
     if state is State.PENDING:
         return failed(row, target, default, outcome.kind or Kind.FAILED, outcome.summary, outcome.delay)
+    if state is State.SUCCEEDED and target is not None:
+        state = target.done
     return Settlement(row.id, row.token, state, row.queue, outcome.kind, outcome.summary)

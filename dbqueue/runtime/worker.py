@@ -23,6 +23,7 @@ import random
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from dbqueue import events, ids, settings
 from dbqueue.database.engine import Database
@@ -42,6 +43,7 @@ from dbqueue.runtime.slots import Slots, ThreadSlots
 from dbqueue.runtime.stopping import Stopping
 from dbqueue.runtime.upkeep import Upkeep
 from dbqueue.runtime.wake import Wake
+from dbqueue.targets import Target
 
 __all__ = ["EXIT_ABANDONED", "EXIT_CLEAN", "Worker", "WorkerOptions", "run_worker"]
 
@@ -52,6 +54,9 @@ EXIT_BROKEN = 1
 """No child process can be had: the application cannot be imported, as a rule."""
 EXIT_ABANDONED = 75
 """EX_TEMPFAIL: half of the slots hold jobs that ignore their timeout; a supervisor is to start a fresh process."""
+
+OUTBOX_LEASE_MS = 75_000
+"""On SQLite, where a lease must exceed each timeout (D18) and the usual one equals that of a delivery, if nobody says how long it is."""
 
 SHORTEST_HISTORY = 60.0
 """Seconds that even a switched-off history keeps succeeded jobs: a settle whose COMMIT answer was lost must be told
@@ -70,9 +75,11 @@ class Worker:
         self.options.check()
         self.database: Database = queue.database
         self.dialect = self.database.dialect
-        self.targets = queue.targets
+        self.outboxes = {target.name: target for target in (delivery.target() for delivery in self.options.outboxes)}
+        self.targets: dict[str, Target[Any]] = queue.targets
         job_settings = queue.settings
         self.queues = self._queue_names()
+        self.targets.update(self.outboxes)
         if self.options.pool != "threads":
             for target in self.targets.values():
                 check_address(target)  # one that a child cannot find is refused now, not when its job comes
@@ -114,13 +121,18 @@ class Worker:
 
     def _queue_names(self) -> tuple[str, ...]:
         given = self.options.queues
-        names = given if given else tuple(sorted({t.policy.queue for t in self.targets.values()})) or ("default",)
+        names = given if given else tuple(sorted({t.policy.queue for t in self.targets.values()}))
+        names = (*names, *self.outboxes) or ("default",)
         return tuple(dict.fromkeys(settings.check_name("queue", name, allow_reserved=True) for name in names))
 
     def _lease_us(self, job_settings: settings.JobSettings) -> int:
         lease_ms = job_settings.lease_ms
         if self.options.lease is not None:
             lease_ms = settings.JobSettings.from_options(lease=self.options.lease).lease_ms
+        elif (
+            self.outboxes and self.dialect.name == "sqlite" and lease_ms == settings.TABLES["jobs"]["lease_ms"].default
+        ):
+            lease_ms = OUTBOX_LEASE_MS
         settings.check_lease_rule(
             self.dialect.name,  # type: ignore[arg-type]
             lease_ms,

@@ -57,7 +57,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("shop", "inner"):
+        if name.partition(".")[0] in ("shop", "shop_mail", "inner"):
             del sys.modules[name]
 
 

@@ -131,9 +131,97 @@ def test_wrong_options(cli: Run, started: list[WorkerOptions], words: list[str],
 
 
 def test_a_worker_needs_an_app(cli: Run) -> None:
-    code, _, err = cli("worker")
-    assert code == 2
-    assert "a worker needs -A" in err
+    for words in ([], ["--url", "sqlite:///a.db"]):
+        code, _, err = cli("worker", *words)
+        assert code == 2
+        assert "a worker needs -A, the module that declares its jobs, or --outbox" in err
+
+
+# -- outboxes ----------------------------------------------------------------------------------------------------------
+
+MAIL = """
+import sys
+def deliver(message):
+    print(message.payload, message.attempt, flush=True)
+class Client:
+    def send(self, message): ...
+client = Client()
+number = 7
+"""
+
+
+@pytest.fixture
+def mail() -> None:
+    Path("shop_mail.py").write_text(MAIL)
+
+
+@pytest.mark.req("A6")
+def test_outboxes(cli: Run, started: list[WorkerOptions], mail: None) -> None:
+    more = ["--outbox", "a b=shop_mail:deliver", "--outbox=letters=shop_mail:client.send", "-P", "processes"]
+    assert cli("worker", "-A", "shop:queue", "-Q", "mail", "-c", "3", *more).code == 75
+    options = started[0]
+    named = [(o.outbox, o.module, o.attribute) for o in options.outboxes]
+    assert named == [("a b", "shop_mail", "deliver"), ("letters", "shop_mail", "client.send")]
+    assert options.child is not None
+    assert options.child.imports == ("shop", "shop_mail")
+    assert (options.queues, options.slots) == (("mail",), 3)
+
+
+@pytest.mark.req("A6")
+def test_outboxes_alone(process: Run, queue: DBQueue, database_url: str, mail: None) -> None:
+    queue.outbox("receipts").enqueue("hello")
+    code, out, err = process(
+        "worker", "--outbox", "receipts=shop_mail:deliver", "--url", database_url, "--once", "-c", "1"
+    )
+    assert (code, out) == (0, "hello 1\n"), err
+    assert queue.counts() == {"acked": 1}
+
+
+@pytest.mark.req("A6")
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("receipts", "write name=module:callable; 'receipts' has no callable"),
+        ("receipts=", "write name=module:callable; 'receipts' has no callable"),
+        ("=shop_mail:deliver", "outbox name must have 1 to 200 characters"),
+        ("dbqueue.x=shop_mail:deliver", "keeps for itself"),
+        (f"{'x' * 186}=shop_mail:deliver", "outbox name must have 1 to 185 characters"),
+        ("receipts=shop_mail", "receipts: write module:callable, as in shop.mail:send"),
+        ("receipts=shop_mail:", "receipts: write module:callable"),
+        ("receipts=shop_mail:deliver()", "receipts: write module:callable"),
+        ("receipts=shop_mail:send", "receipts: shop_mail has no attribute 'send'"),
+        ("receipts=shop_mail:number", "receipts: shop_mail:number cannot be called, its type is int"),
+        ("receipts=shop:hello", "receipts: deliver must be a plain callable that takes an OutboxMessage; got Target"),
+        ("receipts=shop_post:send", "receipts: there is no module 'shop_post'"),
+        ("receipts=shop_mail.py:deliver", "a module is asked for and not its file: write shop_mail"),
+        ("receipts=shop_broken:x", "--outbox receipts: importing shop_broken failed: ZeroDivisionError"),
+    ],
+)
+def test_wrong_outboxes(cli: Run, started: list[WorkerOptions], mail: None, value: str, told: str) -> None:
+    Path("shop_broken.py").write_text("1 / 0\n")
+    code, out, err = cli("worker", "-A", "shop", "--outbox", value)
+    assert (code, out, started) == (2, "", [])
+    assert "--outbox" in err
+    assert told in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.req("A6")
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-A", "shop", "--url", "sqlite:///a.db"], "give -A or --url, not both"),
+        (["--url", "sqlite:///a.db", "-Q", "mail"], "-Q needs -A"),
+        (["--url", "sqlite:///a.db", "--outbox", "receipts=shop_mail:deliver"], "outbox 'receipts' is named twice"),
+        ([], "no database is named"),
+    ],
+)
+def test_outboxes_with_options_that_do_not_go_together(
+    cli: Run, started: list[WorkerOptions], mail: None, words: list[str], told: str
+) -> None:
+    code, out, err = cli("worker", "--outbox", "receipts=shop_mail:deliver", *words)
+    assert (code, out, started) == (2, "", [])
+    assert told in err
 
 
 @pytest.mark.parametrize("level", ["debug", "WARNING", "Fatal"])

@@ -17,12 +17,13 @@ import psycopg
 import pytest
 
 import dbqueue
-from dbqueue import DBQueue, ids, routing
+from dbqueue import DBQueue, Lock, ids, routing
 from dbqueue.clock import SECOND
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Names
 from dbqueue.doctor.privileges import ROLES, Right, grants, place
 from dbqueue.errors import DatabaseError, EnqueueFailed
+from dbqueue.runtime.deliver import Delivery
 from dbqueue.runtime.worker import WorkerOptions, run_worker
 from dbqueue.states import Kind, State
 from tests.doors.conftest import ROOT
@@ -210,6 +211,25 @@ def deciding(queue: DBQueue, admin: Admin) -> list[Step]:
     ]
 
 
+def locking(queue: DBQueue) -> list[Step]:
+    """Each with a name of its own: where a right was taken away, the lock of an earlier step may be held still."""
+
+    def both(verb: Callable[[Lock], object], ttl: float = 30) -> Step:
+        def step() -> None:
+            lock = queue.lock(f"report {ids.new_token().hex()}", ttl)
+            assert lock.acquire()
+            verb(lock)
+            lock.release()
+
+        return step
+
+    return [
+        both(lambda lock: lock.renew()),
+        both(lambda lock: lock.acquire()),
+        both(lambda lock: queue.database.clock.advance(1), ttl=0.5),  # the row of a lock that ended goes all the same
+    ]
+
+
 def reading(queue: DBQueue) -> list[Step]:
     url = queue.database.url.render_as_string(hide_password=False)
 
@@ -225,11 +245,11 @@ def reading(queue: DBQueue) -> list[Step]:
 
 def steps_of(role: str, queue: DBQueue, admin: Admin) -> list[Step]:
     if role == "operator":
-        return [*deciding(queue, admin), *consuming(queue)]
+        return [*deciding(queue, admin), *consuming(queue), *locking(queue)]
     if role == "celery_worker":
         return [*working(queue), *publishing_messages(queue), *consuming(queue)]
     of_others = {
-        "publisher": publishing, "worker": working, "reader": reading, "celery_publisher": publishing_messages,
+        "publisher": publishing, "worker": working, "reader": reading, "celery_publisher": publishing_messages, "locker": locking,
     }  # fmt: skip
     return of_others[role](queue)
 
@@ -320,6 +340,41 @@ def test_a_worker_that_publishes(admin: Admin) -> None:
     with closing(DBQueue(admin.user("worker", "publisher"))) as queue:
         for step in (*publishing(queue), *working(queue)):
             step()
+
+
+@POSTGRES
+@pytest.mark.req("A7")
+def test_a_locker(admin: Admin) -> None:
+    with closing(DBQueue(admin.user("locker"))) as queue:
+        for step in locking(queue):
+            step()
+        for call in (lambda: queue.send("mail", {}), lambda: queue.claim("mail", "me"), queue.jobs):
+            with refused():
+                call()
+
+
+@POSTGRES
+@pytest.mark.req("A6")
+def test_an_outbox_needs_a_publisher_and_a_worker(admin: Admin) -> None:
+    with closing(DBQueue(admin.user("publisher"))) as queue:
+        outbox = queue.outbox("receipts")
+        outbox.enqueue(1, key="k")
+        assert outbox.enqueue(1, key="k").duplicate
+        with refused():
+            outbox.run_once("me", print)
+
+
+@POSTGRES
+@pytest.mark.req("A6")
+def test_a_worker_delivers_an_outbox(admin: Admin) -> None:
+    for _ in range(2):
+        admin.queue.outbox("receipts").enqueue(1)
+    got: list[Any] = []
+    with closing(DBQueue(admin.user("worker"))) as queue:
+        assert queue.outbox("receipts").run_once("me", lambda message: got.append(message.payload))
+        deliveries = (Delivery("receipts", lambda message: got.append(message.payload), __name__, "none"),)
+        assert run_worker(queue, WorkerOptions(once=True, outboxes=deliveries)) == 0
+    assert got == [1, 1]
 
 
 @POSTGRES

@@ -311,19 +311,12 @@ CALLS: dict[str, Callable[[DBQueue], object]] = {
     "resume_schedule": lambda q: q.resume_schedule("s"),
     "reset_schedule": lambda q: q.reset_schedule("s"),
     "run_schedule": lambda q: q.run_schedule("s"),
+    "outbox": lambda q: q.outbox("receipts").run_once("me", print),
+    "lock": lambda q: q.lock("report").acquire(),
 }
 WITHOUT_DATABASE = {
-    "adopt",
-    "close",
-    "database",
-    "job",
-    "options",
-    "periodic",
-    "rebound",
-    "settings",
-    "targets",
-    "write",
-}
+    "adopt", "close", "database", "job", "options", "periodic", "rebound", "settings", "take", "targets", "write",
+}  # fmt: skip
 
 
 def test_every_public_call_is_known_here() -> None:

@@ -31,7 +31,7 @@ PROMISED = re.findall(
     schema_outdated schema_too_new job_not_found illegal_move key_taken stale_update lost_claim claim_busy
     connection_lost database_busy database_error closed corrupt_payload schema_mismatch invalid_policy leadership_lost
     not_initialized init_failed task_not_found task_exists execution_failed code_failed http_failed save_failed
-    already_running not_running compile_failed hook_failed log_persist_failed
+    already_running not_running compile_failed hook_failed log_persist_failed lock_taken lock_lost
     """,
 )
 

@@ -119,15 +119,16 @@ class Process:
 
     def __init__(
         self, url: str, folder: Path, *args: object, options: dict[str, Any] | None = None, skew: float | None = None,
-        free: bool = False, app: str = "tests.runtimes.app:queue", before: tuple[str, ...] = (),
+        free: bool = False, app: str | None = "tests.runtimes.app:queue", before: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """``skew``: seconds by which its wall clock is wrong. ``free``: D18's rule for SQLite, that a lease exceeds
         every timeout, does not hold, so that a job can outlast its lease there too. ``before``: the beginning of the
-        command."""
+        command. ``app``: None for a worker of outboxes only."""
         module = ["dbqueue"] if skew is None else ["tests.runtimes.skewed", str(skew)]
         number = len(list(folder.glob("worker-*.log"))) + 1
         self.log_file = folder / f"worker-{number}.log"
-        command = [*before, sys.executable, "-m", *module, "worker", "-A", app, *map(str, args)]
+        named = [] if app is None else ["-A", app]
+        command = [*before, sys.executable, "-m", *module, "worker", *named, *map(str, args)]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "RUNTIMES_URL": url, "RUNTIMES_FOLDER": str(folder),
             "RUNTIMES_OPTIONS": json.dumps(options or {}), "RUNTIMES_FREE": str(int(free)),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 
-from dbqueue import views
+from dbqueue import locks, views
 from dbqueue.clock import Clock
 from dbqueue.database import postgres_statements, sqlite
 from dbqueue.database.dialect import Dialect, Row, Session
@@ -58,7 +58,7 @@ def of_postgres() -> dict[str, str]:
         and re.search(r"\{(jobs|finished|schedules|results|chords)\}", text)
     }
     filled = {name: text for name, text in named.items() if not re.search(r"\{\w+\}", text)}
-    return with_the_brokers(dialect, filled | texts | of_views(dialect))
+    return with_the_brokers(dialect, filled | texts | of_views(dialect) | of_locks(dialect))
 
 
 class _Marked:
@@ -73,7 +73,7 @@ def of_sqlite() -> dict[str, str]:
         for name, text in vars(sqlite).items()
         if isinstance(text, str) and name.isupper() and not name.startswith("_") and re.search(r"\{\w+\}", text)
     }
-    return with_the_brokers(dialect, named | of_views(dialect))
+    return with_the_brokers(dialect, named | of_views(dialect) | of_locks(dialect))
 
 
 def with_the_brokers(dialect: Dialect, texts: dict[str, str]) -> dict[str, str]:
@@ -91,6 +91,17 @@ class _Heard(Session):
     def execute(self, statement: str, params: object = None) -> list[Row]:
         self.last = statement
         return [(0,)] if "jobs" not in statement else []
+
+
+def of_locks(dialect: Dialect) -> dict[str, str]:
+    texts = {
+        "take": locks.TAKE,
+        "seize": locks.SEIZE,
+        "renew": locks.RENEW,
+        "give_back": locks.GIVE_BACK,
+        "sweep_up": locks.SWEEP_UP,
+    }
+    return {f"lock_{name}": dialect.portable(text) for name, text in texts.items()}
 
 
 def of_views(dialect: Dialect) -> dict[str, str]:

@@ -1,0 +1,1 @@
+UPDATE "public"."dbqueue_locks" SET until = ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint) + %(ttl)s WHERE name = %(name)s AND token = %(token)s AND until > ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint)

@@ -1,0 +1,1 @@
+UPDATE "dbqueue_locks" SET until = (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset) + :ttl WHERE name = :name AND token = :token AND until > (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset)

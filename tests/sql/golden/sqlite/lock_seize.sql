@@ -1,0 +1,1 @@
+SELECT token FROM "dbqueue_locks" WHERE name = :name

@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_locks" WHERE name = :name AND token = :token
