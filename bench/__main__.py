@@ -6,6 +6,7 @@ latency   from enqueue to start on an idle worker
 idle      statements and CPU of a worker that has nothing to do
 pinned    drain of a queue with --n jobs, half as many future ones of a better priority and --n finished ones, while a snapshot is
           held all the time; against a small queue without one. A part of the jobs becomes due meanwhile, or runs twice
+schedules 10,000 schedules that are due in one minute: seconds until one beat has fired them; and what it asks in an idle second
 
 PostgreSQL is a server of our own on disk, with the defaults (fsync on). Peers are measured when they are installed.
 """
@@ -26,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import brokers
+from bench import brokers, schedules
 from bench.pinned import Pinned
 from bench.systems import SYSTEMS
 from bench.tally import Reader
@@ -173,6 +174,9 @@ class Bench:
             self.pinned_queues[name] = Pinned(self, name)
         self.pinned_queues[name].round()
 
+    def schedules(self, name: str) -> None:
+        schedules.round_of(self, name)
+
     def wal(self, name: str) -> int:
         """Bytes that the server has written to its log."""
         if SYSTEMS[name].database != "postgresql":
@@ -268,7 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("load", choices=["drain", "enqueue", "latency", "idle", "pinned"])
+    parser.add_argument("load", choices=["drain", "enqueue", "latency", "idle", "pinned", "schedules"])
     parser.add_argument("--systems", default="dbqueue,pgqueuer,floor,dbqueue-sqlite,huey-sqlite")
     parser.add_argument("--variants", default="")
     parser.add_argument("--rounds", type=int, default=5)

@@ -19,6 +19,8 @@ from dbqueue.database.wakeup import BELL
 from dbqueue.routing import matches
 
 BATCH = 200
+PRUNED = 5_000
+"""Messages that one transaction of a prune deletes at most: on SQLite, who posts meanwhile waits for it."""
 TRIES = 20
 SKIPPED = 1_000
 """Others' messages behind a cursor after which it is moved past them, though none was for its queue: a look reads all that lie there."""
@@ -185,12 +187,25 @@ class Mail:
         return total
 
     def prune(self, session: OwnSession | None = None) -> None:
-        """Deletes what expired."""
-        with self._session(session) as session:
-            session.execute(
-                self._dialect.portable("DELETE FROM {mail} WHERE expires_at <= {now}"),
-                {"offset": self._dialect.clock.offset},
-            )
+        """Deletes what expired, batch by batch, each in a transaction of its own; where nothing did, it only reads."""
+        clock, after, count = {"offset": self._dialect.clock.offset}, 0, PRUNED
+        while count == PRUNED:
+            with self._session(session) as own:
+                last, count = own.execute(
+                    self._dialect.portable(
+                        "SELECT max(id), count(*) FROM (SELECT id FROM {mail} WHERE id > :after AND expires_at <= {now} "
+                        f"ORDER BY id LIMIT {PRUNED}) expired"
+                    ),
+                    {"after": after, **clock},
+                )[0]
+                if count:
+                    own.execute(
+                        self._dialect.portable(
+                            "DELETE FROM {mail} WHERE id > :after AND id <= :last AND expires_at <= {now}"
+                        ),
+                        {"after": after, "last": last, **clock},
+                    )
+                    after = last
 
 
 def bells(exchange: str, routing_key: str) -> tuple[str, ...]:

@@ -272,14 +272,13 @@ class DBQueue:
 
     def adopt_schedules(self) -> list[Schedule]:
         """Puts this code's declared schedules in the place of another version's; their cursors stay where the spec is the same."""
-        declared = list(self._declared.values())
+        declared = schedules.in_order(list(self._declared.values()))
         adopted = self._in_transaction(lambda dialect, session: [schedules.put(dialect, session, d) for d in declared])
         return [schedules.shown(entry) for entry in adopted]
 
     def unschedule(self, name: str, owner: str = OWN) -> bool:
         """Removes a schedule; False: there is none (A2). Its jobs stay. Joins like an enqueue."""
-        if owner == OWN:
-            config.check_name("schedule", name)
+        _check_schedule(name, owner)
         return self._in_transaction(lambda dialect, session: schedules.remove(dialect, session, name, owner))
 
     def schedules(self) -> list[Schedule]:
@@ -289,23 +288,28 @@ class DBQueue:
         ]
 
     def get_schedule(self, name: str, owner: str = OWN) -> Schedule | None:
+        _check_schedule(name, owner)
         entry = self._read(lambda dialect, session: schedules.get(dialect, session, name, owner))
         return None if entry is None else schedules.shown(entry)
 
     def pause_schedule(self, name: str, owner: str = OWN) -> None:
         """Its slots pass by without a job, until it is resumed. Raises ScheduleNotFound."""
+        _check_schedule(name, owner)
         self._in_transaction(lambda dialect, session: schedules.pause(dialect, session, name, owner))
 
     def resume_schedule(self, name: str, owner: str = OWN) -> None:
         """Fires again, beginning with the first slot after the database's now. Raises ScheduleNotFound."""
+        _check_schedule(name, owner)
         self._in_transaction(lambda dialect, session: schedules.resume(dialect, session, name, owner))
 
     def reset_schedule(self, name: str, owner: str = OWN) -> None:
         """Begins anew at the database's now, even where the cursor lies behind it since the clock went back. Raises ScheduleNotFound."""
+        _check_schedule(name, owner)
         self._in_transaction(lambda dialect, session: schedules.reset(dialect, session, name, owner))
 
     def run_schedule(self, name: str) -> JobRef:
         """Enqueues a job of the schedule now, beside its slots. Joins like an enqueue. Raises ScheduleNotFound."""
+        _check_schedule(name, OWN)
         new = self._read(lambda dialect, session: schedules.run_now(dialect, session, name))
         return self.write([new])[0]
 
@@ -455,6 +459,14 @@ def open_database(job_settings: config.JobSettings, clock: Clock | None = None) 
         keep_payload=job_settings.keep_payload,
         clock=clock,
     )
+
+
+def _check_schedule(name: object, owner: object) -> None:
+    """Celery gives the entries of its apps whatever names it likes."""
+    if owner == OWN:
+        config.check_name("schedule", name)
+    elif not isinstance(owner, str) or not isinstance(name, str):
+        raise InvalidArgument("owner is the name of a Celery app, a str, and name that of one of its entries")
 
 
 def id_bytes(job_id: object) -> bytes:

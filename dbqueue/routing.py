@@ -7,9 +7,9 @@ becoming jobs. Every function is a verb on the caller's session; the texts are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
 
 from dbqueue.database.dialect import Dialect, Session
@@ -141,6 +141,13 @@ def delete_queue(dialect: Dialect, session: Session, name: str) -> int:
     return purge(dialect, session, name, later=route is None or not route.takes_letter(transient=False))
 
 
+def delete_in_steps(dialect: Dialect, run: Run, name: str, route: Route | None) -> int:
+    """As ``delete_queue``, with a transaction for each batch of its messages before. ``route``: what was declared about it."""
+    holds_jobs = route is None or not route.takes_letter(transient=False)
+    gone = purge_in_steps(dialect, run, name) if holds_jobs else 0
+    return gone + run(lambda session: delete_queue(dialect, session, name))
+
+
 # Two statements, so that each finds its own index: the claimable messages by queue; those that wait for their time, of all queues,
 # among themselves.
 _READY = "queue = :name AND ready_at IS NOT NULL AND head IS NOT NULL ORDER BY priority, ready_at, id"
@@ -149,21 +156,35 @@ _LATER = "queue = :name AND state = 0 AND ready_at IS NULL AND head IS NOT NULL 
 
 def purge(dialect: Dialect, session: Session, name: str, *, later: bool = True) -> int:
     """Deletes the messages that wait in the queue, never a job of the queue that is no message. ``later``: those of a later time too."""
+    return purge_in_steps(dialect, lambda verb: verb(session), name, later=later)
+
+
+Run = Callable[[Callable[[Session], int]], int]
+"""Runs a verb, in a transaction of its own."""
+
+
+def purge_in_steps(dialect: Dialect, run: Run, name: str, *, later: bool = True) -> int:
+    """As ``purge``, one batch for each call of ``run``: a hundred thousand messages are no matter of one transaction."""
     total = 0
     for waiting in (_READY, _LATER) if later else (_READY,):
         for most in chain([FIRST], repeat(BATCH)):
-            # What is locked is being claimed, or deleted by another purge, which would wait for this one in its turn.
-            session.execute(
-                dialect.portable(
-                    "DELETE FROM {jobs} WHERE state = 0 AND id IN "
-                    f"(SELECT id FROM {{jobs}} WHERE {waiting} LIMIT {most} {{skip_locked}})"
-                ),
-                {"name": name},
-            )
-            total += session.changed
-            if session.changed < most:
+            gone = run(partial(_purge_some, dialect, name, waiting, most))
+            total += gone
+            if gone < most:
                 break
     return total
+
+
+def _purge_some(dialect: Dialect, name: str, waiting: str, most: int, session: Session) -> int:
+    # What is locked is being claimed, or deleted by another purge, which would wait for this one in its turn.
+    session.execute(
+        dialect.portable(
+            "DELETE FROM {jobs} WHERE state = 0 AND id "
+            f"{{among}} SELECT id FROM {{jobs}} WHERE {waiting} LIMIT {most} {{skip_locked}} {{end}}"
+        ),
+        {"name": name},
+    )
+    return session.changed
 
 
 _UNEXPIRED = "queue = :name AND (expires_at IS NULL OR expires_at > (SELECT {now}))"
@@ -183,7 +204,8 @@ def size(dialect: Dialect, session: Session, name: str) -> int:
 
 def ready(dialect: Dialect, session: Session, name: str, most: int) -> int:
     """Messages that can be had from the queue now; not counted further than ``most``."""
-    rows = session.execute(
+    rows = dialect.read_in_order(
+        session,
         dialect.portable(
             f"SELECT count(*) FROM (SELECT 1 FROM {{jobs}} WHERE {_UNEXPIRED} AND ready_at IS NOT NULL "
             f"ORDER BY priority, ready_at, id LIMIT {int(most)}) counted"
@@ -456,14 +478,18 @@ def waiting_messages(dialect: Dialect, session: Session, task_id: str) -> list[b
     return [as_bytes(row[0]) for row in rows]
 
 
-def waiting_heads(dialect: Dialect, session: Session, after: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-    """(id, head) of messages that nobody has claimed, in the order of their ids, from behind ``after``."""
-    rows = session.execute(
+def waiting_heads(
+    dialect: Dialect, session: Session, part: bytes, after: bytes, limit: int
+) -> list[tuple[bytes, bytes]]:
+    """(id, head) of messages that nobody has claimed and whose head holds ``part``, in the order of their ids, from behind ``after``."""
+    # COALESCE: the index of task ids would be read whole, and sorted, for each page.
+    rows = dialect.read_in_order(
+        session,
         dialect.portable(
-            "SELECT id, head FROM {jobs} WHERE id > :after AND state = 0 AND task_id IS NOT NULL AND head IS NOT NULL "
+            "SELECT id, head FROM {jobs} WHERE id > :after AND state = 0 AND COALESCE(task_id, '') <> '' AND {instr}(head, :part) > 0 "
             f"ORDER BY id LIMIT {int(limit)}"
         ),
-        {"after": dialect.bind_id(after)},
+        {"after": dialect.bind_id(after), "part": part},
     )
     return [(as_bytes(row[0]), bytes(row[1])) for row in rows]
 

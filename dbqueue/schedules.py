@@ -25,7 +25,7 @@ from dbqueue.clock import SECOND, to_datetime
 from dbqueue.database.dialect import Dialect, Session
 from dbqueue.database.postgres import as_text
 from dbqueue.database.tables import BEST_PRIORITY, Move, NewJob
-from dbqueue.errors import InvalidArgument, InvalidSpec, ScheduleConflict, ScheduleNotFound
+from dbqueue.errors import DatabaseBusy, InvalidArgument, InvalidSpec, ScheduleConflict, ScheduleNotFound
 from dbqueue.payload import MAX_PAYLOAD_BYTES
 from dbqueue.settings import describe
 from dbqueue.states import OnCrash
@@ -37,6 +37,9 @@ MAX_AGE = 3650 * 86_400
 """Ten years, in seconds."""
 ON_TIME = 60 * SECOND
 """A slot that is older was missed, for the policy "skip"."""
+SET_ASIDE = 60 * SECOND
+"""After this time a schedule is tried again that could not be fired. What was wrong may be cured elsewhere: time zones that were
+missing on one machine, a column, a trigger."""
 CRON_SLOTS, EVERY_SLOTS = 256, 64
 """Slots that one round fires at most. What is left of a cron spec comes in the next round; an interval skips it (D16, A3)."""
 ROUND_BYTES = 16 * MAX_PAYLOAD_BYTES
@@ -51,6 +54,8 @@ _COLUMNS = (
     "fingerprint", "key", "priority", "max_attempts", "timeout_ms", "on_crash", "anchor", "last_slot", "next_at", "planned", "fired",
     "fired_at", "error", "created_at", "updated_at",
 )  # fmt: skip
+SHOWN = tuple(name for name in _COLUMNS if name not in ("payload", "fingerprint"))
+"""What whoever only looks needs to read."""
 _DEFINITION = _COLUMNS[2:6] + _COLUMNS[8:19]
 """What whoever declares a schedule says about it; the rest is its state."""
 
@@ -207,18 +212,29 @@ def check_catch_up(name: str, catch_up: object, max_age: object) -> int | None:
 
 def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = True) -> Entry:
     """Inserts or replaces the definition; returns what is stored now. A new one begins at the database's now: nothing is replayed.
-    Where the spec or its zone changes, what lies before now is dealt with; else the cursor stays. The same definition again
-    changes nothing (A1, D16)."""
+    Where the spec or its zone changes, and where it was retired, what lies before now is dealt with; else the cursor stays. The same
+    definition again changes nothing (A1, D16), unless somebody wrote another spec into the row, or it was set aside: then it is as
+    declared again."""
+    for _ in range(10):
+        write(dialect, session, new, replace=replace)
+        entry = get(dialect, session, new.name, new.owner)
+        if entry is not None:  # else it was there, and was removed before we looked
+            return entry
+    raise DatabaseBusy(f"schedule {new.name!r} was removed again and again while it was declared")
+
+
+def write(dialect: Dialect, session: Session, new: Definition, *, replace: bool = True) -> None:
+    """As ``put`` for who does not look at it."""
     grain = SECOND if new.spec.startswith("@") else _MINUTE
     values = {name: getattr(new, name) for name in ("owner", "name", *_DEFINITION)}
-    same = "s.spec = excluded.spec AND s.timezone = excluded.timezone"
+    same = "s.spec = excluded.spec AND s.timezone = excluded.timezone AND s.retired = :retired"
     replaced = ", ".join(f"{name} = excluded.{name}" for name in (*_DEFINITION, "updated_at"))
     update = (
         f"(owner, name) DO UPDATE SET {replaced}, retired = :retired, "
         f"anchor = CASE WHEN {same} THEN s.anchor ELSE excluded.anchor END, "
-        f"planned = CASE WHEN {same} THEN s.planned END, error = CASE WHEN {same} THEN s.error END, "
+        f"planned = CASE WHEN {same} AND s.error IS NULL THEN s.planned END, error = NULL, "
         f"last_slot = CASE WHEN {same} OR s.last_slot > excluded.last_slot THEN s.last_slot ELSE excluded.last_slot END "
-        "WHERE s.digest <> excluded.digest OR s.retired <> :retired"
+        f"WHERE s.digest <> excluded.digest OR s.error IS NOT NULL OR NOT ({same})"
     )
     session.execute(
         dialect.portable(
@@ -229,9 +245,6 @@ def put(dialect: Dialect, session: Session, new: Definition, *, replace: bool = 
         ),
         {**values, "grain": grain, "retired": False, "offset": dialect.clock.offset},
     )
-    entry = get(dialect, session, new.name, new.owner)
-    assert entry is not None  # we hold its lock
-    return entry
 
 
 def remove(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> bool:
@@ -243,15 +256,17 @@ def remove(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> b
     return session.changed == 1
 
 
-def get(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> Entry | None:
-    found = _select(dialect, session, "owner = :owner AND name = :name", {"owner": owner, "name": name})
+def get(dialect: Dialect, session: Session, name: str, owner: str = OWN, *, with_payload: bool = False) -> Entry | None:
+    where = "owner = :owner AND name = :name"
+    found = _select(dialect, session, where, {"owner": owner, "name": name}, with_payload=with_payload)
     return found[0] if found else None
 
 
 def find(dialect: Dialect, session: Session, owner: str | None = None) -> list[Entry]:
+    """Without payloads, as ``get``."""
     if owner is None:
-        return _select(dialect, session, "1 = 1 ORDER BY owner, name", {})
-    return _select(dialect, session, "owner = :owner ORDER BY name", {"owner": owner})
+        return _select(dialect, session, "1 = 1 ORDER BY owner, name", {}, with_payload=False)
+    return _select(dialect, session, "owner = :owner ORDER BY name", {"owner": owner}, with_payload=False)
 
 
 def pause(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> None:
@@ -273,6 +288,14 @@ def reset(dialect: Dialect, session: Session, name: str, owner: str = OWN) -> No
     _change(dialect, session, name, owner, "planned = NULL, error = NULL, last_slot = {now}")
 
 
+def retire(dialect: Dialect, session: Session, name: str, owner: str) -> None:
+    """It left the code that declared it: nobody looks at it again before ``put`` brings it back."""
+    _change(
+        dialect, session, name, owner,
+        "retired = :yes, next_at = NULL, error = NULL, planned = spec || ' ' || timezone", yes=True,
+    )  # fmt: skip
+
+
 def _change(dialect: Dialect, session: Session, name: str, owner: str, what: str, **values: object) -> None:
     session.execute(
         dialect.portable(
@@ -286,9 +309,15 @@ def _change(dialect: Dialect, session: Session, name: str, owner: str, what: str
         )
 
 
+def in_order(declared: Sequence[Definition]) -> list[Definition]:
+    """As whoever writes several of them in one transaction has to: two that do it in opposite orders would wait for each other."""
+    return sorted(declared, key=lambda definition: (definition.owner, definition.name))
+
+
 def start(dialect: Dialect, session: Session, declared: Sequence[Definition]) -> list[str]:
     """At the start of a program that declares these: writes those that are missing, and returns the names of static ones that are
     stored and not among them. Raises ScheduleConflict if another version owns one of them (D16): the caller rolls back."""
+    declared = in_order(declared)
     entries = [put(dialect, session, definition, replace=False) for definition in declared]
     others = [
         entry.name for entry, declaration in zip(entries, declared, strict=True) if entry.digest != declaration.digest
@@ -320,7 +349,8 @@ def look(dialect: Dialect, session: Session, owners: Sequence[str]) -> tuple[int
         params[f"o{n}"] = owner  # type: ignore[assignment]
         columns += [
             f"(SELECT min(next_at) FROM {{schedules}} WHERE owner = :o{n} AND next_at IS NOT NULL)",
-            f"(SELECT 1 FROM {{schedules}} WHERE owner = :o{n} AND (planned IS NULL OR planned <> spec || ' ' || timezone) LIMIT 1)",
+            f"(SELECT 1 FROM {{schedules}} WHERE owner = :o{n} AND (planned IS NULL OR planned <> spec || ' ' || timezone) "
+            "ORDER BY updated_at LIMIT 1)",
         ]
     row = session.execute(dialect.portable(f"SELECT {', '.join(columns)}"), params)[0]
     looks = [Look(row[1 + 2 * n], row[2 + 2 * n] is not None) for n in range(len(owners))]
@@ -328,19 +358,24 @@ def look(dialect: Dialect, session: Session, owners: Sequence[str]) -> tuple[int
 
 
 def due(dialect: Dialect, session: Session, owner: str, now: int, limit: int) -> list[Entry]:
-    """Locks and returns schedules whose time has come, the longest due first; those that another beat holds are left to it."""
+    """Locks and returns schedules whose time has come, the longest due first; those that another beat holds are left to it. One whose
+    spec was changed meanwhile is planned first: its next time was told from the old one."""
     where = "owner = :owner AND next_at <= :now ORDER BY next_at LIMIT {limit} {skip_locked}"
-    return _select(dialect, session, where.replace("{limit}", str(limit)), {"owner": owner, "now": now})
+    found = _select(dialect, session, where.replace("{limit}", str(limit)), {"owner": owner, "now": now})
+    return [entry for entry in found if entry.planned == entry.as_planned]  # as a condition it would spoil the plan
 
 
 def unplanned(dialect: Dialect, session: Session, owner: str, limit: int) -> list[Entry]:
     """Locks and returns schedules that are new, or were changed since their next time was told."""
-    where = "owner = :owner AND (planned IS NULL OR planned <> spec || ' ' || timezone) LIMIT {limit} {skip_locked}"
+    where = (
+        "owner = :owner AND (planned IS NULL OR planned <> spec || ' ' || timezone) "
+        "ORDER BY updated_at LIMIT {limit} {skip_locked}"
+    )
     return _select(dialect, session, where.replace("{limit}", str(limit)), {"owner": owner})
 
 
 def ahead(dialect: Dialect, session: Session, owners: Sequence[str], now: int) -> list[str]:
-    """Names of active schedules whose cursor lies more than a minute behind the database's now: the clock went back, and until it has
+    """Names of active schedules whose cursor lies more than a minute after the database's now: the clock went back, and until it has
     caught up they are silent."""
     names: list[str] = []
     for owner in owners:
@@ -373,15 +408,15 @@ def next_round(
     """Which slots after the cursor are to be fired now, and where the cursor goes. Pure arithmetic."""
     if last_slot >= now:
         return Round([], last_slot, spec.next_after(last_slot))
+    if catch_up == "skip":  # what is not late is no catching up
+        max_age = ON_TIME if max_age is None else min(max_age, ON_TIME)
     since = last_slot if max_age is None else max(last_slot, now - max_age - 1)
-    if catch_up == "all":
+    if catch_up != "latest":
         most = EVERY_SLOTS if isinstance(spec, cron.Every) else max(1, min(limit, CRON_SLOTS))
         slots = spec.slots(since, now, most)
         if len(slots) == most and not isinstance(spec, cron.Every):
             return Round(slots, slots[-1], spec.next_after(slots[-1]))
     else:
-        if catch_up == "skip" and max_age is None:
-            since = max(last_slot, now - ON_TIME - 1)
         slot = spec.latest(since, now)
         slots = [] if slot is None else [slot]
     latest = spec.latest(last_slot, now)
@@ -395,13 +430,14 @@ def plan(entry: Entry, now: int) -> Move:
     try:
         return entry.move(last_slot, entry.parsed().next_after(last_slot))
     except InvalidSpec as broken:
-        return entry.move(error=str(broken))
+        return entry.move(last_slot, now + SET_ASIDE, error=str(broken))
 
 
 def fire(entry: Entry, now: int) -> tuple[Move, list[NewJob]]:
-    """The jobs of a due schedule of OWN, and where its cursor goes. A row that cannot be fired is set aside with its error until
-    somebody changes it."""
+    """The jobs of a due schedule of OWN, and where its cursor goes. A row that cannot be fired is set aside with its error: its
+    cursor stays, and it is tried again after a while."""
     try:
+        check_catch_up(entry.name, entry.catch_up, None)
         spec = entry.parsed()
         size = max(1, len(entry.payload or b""))
         slots, last_slot, next_at = next_round(
@@ -409,7 +445,7 @@ def fire(entry: Entry, now: int) -> tuple[Move, list[NewJob]]:
         )
         jobs = [new_job(entry, slot_id(entry.owner, entry.name, slot), slot) for slot in slots] if entry.active else []
     except (InvalidSpec, InvalidArgument) as broken:
-        return entry.move(error=str(broken)), []
+        return entry.move(next_at=now + SET_ASIDE, error=str(broken)), []
     return entry.move(last_slot, next_at, fired=len(jobs)), jobs
 
 
@@ -422,6 +458,8 @@ def new_job(entry: Entry, job_id: bytes, slot: int | None = None) -> NewJob:
     missing = [name for name, value in values.items() if value is None]
     if missing:
         raise InvalidArgument(f"the row has no {' and no '.join(missing)}: write the schedule with queue.schedule(...)")
+    if entry.on_crash is not None and entry.on_crash not in (known := [int(choice) for choice in OnCrash]):
+        raise InvalidArgument(f"the row's on_crash is none of {known}: write the schedule with queue.schedule(...)")
     return NewJob(
         id=job_id, **values, key=entry.key, fingerprint=entry.fingerprint, timeout_ms=entry.timeout_ms,
         on_crash=OnCrash(entry.on_crash or OnCrash.RETRY), source=entry.name, sequence=slot,
@@ -435,7 +473,7 @@ def slot_id(owner: str, name: str, slot: int) -> bytes:
 
 def run_now(dialect: Dialect, session: Session, name: str) -> NewJob:
     """A job of the schedule beside its slots, to be written by the caller; the cursor stays. Raises ScheduleNotFound, InvalidArgument."""
-    entry = get(dialect, session, name)
+    entry = get(dialect, session, name, with_payload=True)
     if entry is None:
         raise ScheduleNotFound(f"there is no schedule {name!r}; `dbqueue schedules list` shows all")
     return new_job(entry, ids.new_id())
@@ -444,13 +482,16 @@ def run_now(dialect: Dialect, session: Session, name: str) -> NewJob:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def _select(dialect: Dialect, session: Session, where: str, params: dict[str, Any]) -> list[Entry]:
-    rows = session.execute(dialect.portable(f"SELECT {', '.join(_COLUMNS)} FROM {{schedules}} WHERE {where}"), params)
-    return [_entry(row) for row in rows]
+def _select(
+    dialect: Dialect, session: Session, where: str, params: dict[str, Any], *, with_payload: bool = True
+) -> list[Entry]:
+    columns = _COLUMNS if with_payload else SHOWN
+    rows = session.execute(dialect.portable(f"SELECT {', '.join(columns)} FROM {{schedules}} WHERE {where}"), params)
+    return [_entry(columns, row) for row in rows]
 
 
-def _entry(row: Sequence[Any]) -> Entry:
-    values = dict(zip(_COLUMNS, row, strict=True))
+def _entry(columns: Sequence[str], row: Sequence[Any]) -> Entry:
+    values: dict[str, Any] = {"payload": None, "fingerprint": None} | dict(zip(columns, row, strict=True))
     for name in _TEXTS:
         values[name] = None if values[name] is None else as_text(values[name])
     for name in ("paused", "retired", "static"):

@@ -1,4 +1,4 @@
-"""The DBQueue that ``-A module[:attr]`` means.
+"""The DBQueue that ``-A module[:attr]`` means, or the Celery app, as ``celery -A`` finds it.
 
 The module is imported as ``python -m`` would import it from here: the current directory is on the path. Its own errors
 are the user's to read, so they are told with file and line.
@@ -23,7 +23,7 @@ from dbqueue.cli.output import scrub
 from dbqueue.errors import Code, ConfigError, QueueError
 from dbqueue.queue import DBQueue
 
-__all__ = ["ImportFailed", "check_distribution", "find_queue"]
+__all__ = ["ImportFailed", "check_distribution", "find_celery", "find_queue"]
 
 SUBMODULES = ("queue", "app")
 """Where a package keeps its DBQueue if not in itself."""
@@ -37,14 +37,13 @@ class ImportFailed(click.ClickException):
 
 
 def find_queue(spec: str) -> DBQueue:
-    """The DBQueue of ``module``, ``module:attr`` or ``package``. Raises ConfigError, ImportFailed, or the QueueError
-    that the module itself raised."""
-    name, colon, attribute = spec.partition(":")
-    if not _dotted(name) or (colon and not _dotted(attribute)):
-        raise ConfigError(_wrong_spelling(spec))
+    """The DBQueue of ``module``, ``module:attr`` or ``package``; without one, that of the broker of the Celery app there. Raises
+    ConfigError, ImportFailed, or the QueueError that the module itself raised."""
+    name, attribute = _parts(spec)
     module = _import(name)
-    if colon:
-        return _named(module, attribute)
+    if attribute:
+        value = _named(module, attribute)
+        return value if isinstance(value, DBQueue) else _of_broker(value)
     found = _queues_of(module)
     looked = [name]
     for submodule in SUBMODULES if not found and hasattr(module, "__path__") else ():
@@ -56,6 +55,8 @@ def find_queue(spec: str) -> DBQueue:
     if len(distinct) == 1:
         return next(iter(distinct.values()))[1]
     if not distinct:
+        if (celery := find_celery(spec)) is not None:
+            return _of_broker(celery)
         raise ConfigError(
             f"there is no DBQueue in {', '.join(looked)}; name the one that you mean: -A module:attribute"
         )
@@ -75,6 +76,41 @@ def find_callable(spec: str) -> tuple[str, str, Callable[..., Any]]:
     if not callable(value):
         raise ConfigError(f"{name}:{attribute} cannot be called, its type is {type(value).__name__}")
     return name, attribute, value
+
+
+def find_celery(spec: str) -> Any | None:
+    """The Celery app that is meant as well, or alone; None also where one DBQueue was named. Celery is not imported for a program that
+    does not use it. Raises as ``find_queue``."""
+    name, attribute = _parts(spec)
+    module = _import(name)
+    submodule = f"{name}.celery"
+    if hasattr(module, "__path__") and not attribute and importlib.util.find_spec(submodule) is not None:
+        _import(submodule)
+    if "celery" not in sys.modules:
+        return None
+    if attribute:
+        value = _named(module, attribute)
+        return None if isinstance(value, DBQueue) else value
+    from dbqueue.celery_beat.broker import find_app
+
+    return find_app(spec)
+
+
+def _parts(spec: str) -> tuple[str, str]:
+    name, colon, attribute = spec.partition(":")
+    if not _dotted(name) or (colon and not _dotted(attribute)):
+        raise ConfigError(_wrong_spelling(spec))
+    return name, attribute
+
+
+def _of_broker(app: Any) -> DBQueue:
+    from dbqueue.celery_beat.broker import queue_of
+
+    return queue_of(app)
+
+
+def _is_celery(value: object) -> bool:
+    return "celery" in sys.modules and isinstance(value, sys.modules["celery"].Celery)
 
 
 def _dotted(name: str) -> bool:
@@ -147,13 +183,14 @@ def users_traceback(error: BaseException) -> str:
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
-def _named(module: ModuleType, attribute: str) -> DBQueue:
+def _named(module: ModuleType, attribute: str) -> Any:
+    """A DBQueue or a Celery app."""
     value: object = module
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise ConfigError(f"{module.__name__} has no attribute {attribute!r}; {_offer(module)}")
         value = getattr(value, part)
-    if not isinstance(value, DBQueue):
+    if not isinstance(value, DBQueue) and not _is_celery(value):
         raise ConfigError(
             f"{module.__name__}:{attribute} is no DBQueue, its type is {type(value).__name__}; {_offer(module)}"
         )

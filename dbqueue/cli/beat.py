@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from dbqueue.cli import apps
 from dbqueue.cli.logs import LEVELS, expanded, set_up_logging
 from dbqueue.cli.options import Asked, app_option, traceback_option
 
@@ -25,7 +26,8 @@ def beat(
     """Fire schedules. Start as many as you like: every slot is fired once.
 
     Schedules are rows of the database (see `dbqueue schedules`); those that the module of -A declares are written at the
-    start. A beat that was down makes up for it as each schedule's catch_up says.
+    start. A beat that was down makes up for it as each schedule's catch_up says. If the module has a Celery app, its
+    entries are fired too; of two versions of the code, those of the beat that started last.
 
     \b
     dbqueue beat -A shop.jobs
@@ -38,4 +40,9 @@ def beat(
         raise click.UsageError("give -A or --url, not both")
     with Asked(app, url, False).opened() as queue:
         set_up_logging(loglevel, log_format)
-        return run_beat(queue, name=hostname, poll=max_interval)
+        celery = None if app is None else apps.find_celery(app)
+        if celery is None:
+            return run_beat(queue, name=hostname, poll=max_interval)
+        from dbqueue.celery_beat.scheduler import source_of
+
+        return run_beat(queue, [source_of(celery)], name=hostname, poll=max_interval)

@@ -10,6 +10,7 @@ from zoneinfo import ZoneInfo
 import click
 
 from dbqueue import cron
+from dbqueue.cli import apps
 from dbqueue.cli.options import Asked, confirmed, database_options, yes_option
 from dbqueue.cli.output import Column, as_json, document, iso, table, visible, words
 from dbqueue.clock import to_datetime, to_instant
@@ -17,7 +18,7 @@ from dbqueue.errors import NotSupported, ScheduleNotFound
 from dbqueue.queue import DBQueue
 from dbqueue.schedules import OWN, Schedule
 
-OF_CELERY = "it is an entry of a Celery app, and only that app can make its message: change it in the app's code"
+OF_CELERY = "it is an entry of a Celery app, and only that app can make its message: name the app with -A"
 
 owner_option = click.option("--owner", default=OWN, metavar="APP", help="Of this Celery app's entries.")
 
@@ -188,9 +189,13 @@ def remove(asked: Asked, name: str, owner: str, yes: bool) -> None:
 @owner_option
 @database_options
 def run_now(asked: Asked, name: str, owner: str) -> None:
-    """Enqueue a job of a schedule now, beside its slots."""
+    """Enqueue a job of a schedule now, beside its slots.
+
+    An entry of a Celery app is sent by the app: name it with --owner and -A.
+    """
     if owner != OWN:
-        raise NotSupported(f"{name!r} cannot be run from here: {OF_CELERY}")
+        _run_entry(asked, name, owner)
+        return
     with asked.existing() as queue:
         job = queue.run_schedule(name)
     if asked.as_json:
@@ -199,6 +204,22 @@ def run_now(asked: Asked, name: str, owner: str) -> None:
         words(f"An unfinished job has its key already: {job.id}")
     else:
         click.echo(job.id)
+
+
+def _run_entry(asked: Asked, name: str, owner: str) -> None:
+    celery = None if asked.app is None else apps.find_celery(asked.app)
+    if celery is None:
+        raise NotSupported(f"{name!r} cannot be run from here: {OF_CELERY}")
+    from dbqueue.celery_beat.scheduler import source_of
+
+    source = source_of(celery)
+    if source.owner != owner:
+        raise NotSupported(f"{name!r} cannot be run from here: the Celery app of -A is {source.owner}, not {owner}")
+    task_id = source.run_now(name)
+    if asked.as_json:
+        document({"name": name, "id": task_id})
+    else:
+        click.echo(task_id)
 
 
 @schedules.command()

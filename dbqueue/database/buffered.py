@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 import sqlalchemy
@@ -18,8 +19,9 @@ from sqlalchemy import event, orm
 
 from dbqueue.database.callers import AUTOCOMMIT, bind_of, check_async, check_database, failures, reach_sqlalchemy
 from dbqueue.database.dialect import Session
+from dbqueue.database.sqlite import different_database
 from dbqueue.database.tables import NewJob
-from dbqueue.errors import NotInTransaction, NotSupported
+from dbqueue.errors import DifferentDatabase, NotInTransaction, NotSupported
 
 if TYPE_CHECKING:
     from dbqueue.database.engine import Database
@@ -33,6 +35,9 @@ _SAVEPOINT = re.compile(
 class Buffer:
     """Jobs that wait for the commit of one async session or connection. ``place`` is the innermost open transaction when a job
     was added: the job is forgotten when that is rolled back, and handed to its parent when it is released."""
+
+    holds_lock = False
+    """Whether nothing can be written beside it: its transaction is open, and has the one write lock."""
 
     def __init__(self, family: str, place: Callable[[], Any]) -> None:
         self.family = family
@@ -83,6 +88,53 @@ class Buffer:
 
     def clear(self, *details: Any) -> None:
         self._waiting = []
+
+
+class Gathered(Buffer):
+    """Jobs that one transaction of our own writes, all at once and on that database only."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__(database.dialect.name, lambda: None)
+        self._database = database
+        self.holds_lock = database.dialect.probes
+        self._steps: list[NewJob | Callable[[Session], object]] = []
+        self.jobs = 0
+        """How many wait."""
+
+    def add(self, database: Database, new: Sequence[NewJob]) -> None:
+        self._check(database)
+        self._steps += new
+        self.jobs += len(new)
+
+    def defer(self, database: Database, verb: Callable[[Session], object]) -> None:
+        self._check(database)
+        self._steps.append(verb)
+
+    def _check(self, database: Database) -> None:
+        """Raises DifferentDatabase. The ids are known: a block looks for the tables before it takes anything."""
+        if database is not self._database and database.database_id != self._database.database_id:
+            raise DifferentDatabase(different_database())
+
+    def forget_after(self, jobs: int) -> None:
+        """Only the first ``jobs`` are to be written; what was declared meanwhile stays, since kombu remembers it."""
+        kept: list[NewJob | Callable[[Session], object]] = []
+        left = self.jobs = min(jobs, self.jobs)
+        for step in self._steps:
+            if isinstance(step, NewJob):
+                left -= 1
+                if left < 0:
+                    continue
+            kept.append(step)
+        self._steps = kept
+
+    def write(self, session: Session) -> None:
+        steps, self._steps, self.jobs = self._steps, [], 0
+        for is_job, group in groupby(steps, key=lambda step: isinstance(step, NewJob)):
+            if is_job:
+                self._database.dialect.insert_due(session, cast("list[NewJob]", list(group)))
+            else:
+                for verb in cast("Iterator[Callable[[Session], object]]", group):
+                    verb(session)
 
 
 _KEPT = "dbqueue.buffer"

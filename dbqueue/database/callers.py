@@ -24,6 +24,7 @@ from sqlalchemy import orm
 from dbqueue.database import touched
 from dbqueue.database.dialect import Params, Row
 from dbqueue.database.sqlite import different_database
+from dbqueue.database.wire import finds_row
 from dbqueue.errors import (
     DatabaseError,
     DifferentDatabase,
@@ -58,10 +59,11 @@ class CallerSession:
         connection: Any,
         cursor: Callable[[], Any],
         execute: Callable[[Any, str, Any], Any] = lambda cursor, statement, params: cursor.execute(statement, params),
+        finds: Callable[[str, Params], bool | None] = lambda statement, params: None,
     ) -> None:
         self.holder = connection
         self.driver_connection: Callable[[Any], Any] = lambda holder: holder
-        self._cursor, self._execute = cursor, execute
+        self._cursor, self._execute, self._finds = cursor, execute, finds
         self.changed = 0
 
     def held_by(self, holder: Any, driver_connection: Callable[[Any], Any]) -> CallerSession:
@@ -76,6 +78,11 @@ class CallerSession:
             return list(cursor.fetchall()) if cursor.description else []
         finally:
             cursor.close()
+
+    def finds(self, statement: str, params: Params) -> bool:
+        """As ``execute``, where nobody asks more than whether there is a row; some drivers have a shorter way to that."""
+        found = self._finds(statement, params)
+        return bool(self.execute(statement, params)) if found is None else found
 
 
 @dataclass(frozen=True)
@@ -259,7 +266,12 @@ def _reach(connection: Any) -> CallerSession:
             raise EnqueueFailed(
                 "the connection given to using(...) is busy with rows that are not read yet (stream or COPY)"
             )
-        return CallerSession(connection, partial(_psycopg_cursor, connection), partial(_execute_psycopg, connection))
+        return CallerSession(
+            connection,
+            partial(_psycopg_cursor, connection),
+            partial(_execute_psycopg, connection),
+            partial(finds_row, connection),
+        )
     if psycopg2 is not None and isinstance(connection, psycopg2.connection):
         _check_status(connection.info.transaction_status, connection.autocommit, bool(connection.closed))
         return CallerSession(connection, lambda: connection.cursor(cursor_factory=psycopg2.cursor))
@@ -271,15 +283,16 @@ def _reach(connection: Any) -> CallerSession:
 def _psycopg_cursor(connection: Any) -> Any:
     from psycopg import Cursor
     from psycopg.rows import tuple_row
-    from psycopg.types.array import ListBinaryDumper
 
-    cursor = Cursor(connection, row_factory=tuple_row)
-    # As text, bytes in a list are escaped once too often where the caller switched standard_conforming_strings off.
-    cursor.adapters.register_dumper(list, ListBinaryDumper)
-    return cursor
+    return Cursor(connection, row_factory=tuple_row)
 
 
 def _execute_psycopg(connection: Any, cursor: Any, statement: str, params: Any) -> None:
+    if any(type(value) is list for value in params.values()):
+        from psycopg.types.array import ListBinaryDumper
+
+        # As text, bytes in a list are escaped once too often where the caller switched standard_conforming_strings off.
+        cursor.adapters.register_dumper(list, ListBinaryDumper)
     if not connection.info.pipeline_status:
         cursor.execute(statement, params, prepare=False)
         return

@@ -65,7 +65,13 @@ class Dialect(Protocol):
     def portable(self, text: str) -> str:
         """A text that every database runs, with ``:name`` for parameters, table names and ``now`` in braces, as this one takes it.
         ``{skip_locked}`` at the end of a subselect: rows are taken in its order, and none is waited for, where rows are locked;
-        ``{for_update}``: they are waited for."""
+        ``{for_update}``: they are waited for; ``{share}``: nobody changes the rows before this transaction has ended.
+        ``{among}`` and ``{end}`` around a subselect: it is run once. (With a plain IN a planner may run it for each row anew, and with
+        a LIMIT behind locked rows it finds others each time.) ``{instr}``: the function that finds bytes in bytes."""
+
+    def read_in_order(self, session: Session, text: str, params: Params) -> list[Row]:
+        """One statement that reads along an index and stops at its LIMIT, whatever the table's statistics say; outside of a
+        transaction of ours, or in a caller's, where the planner is left alone."""
 
     # schema
     def lock_schema(self, session: Session) -> None: ...
@@ -85,7 +91,7 @@ class Dialect(Protocol):
 
     # schedules
     def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
-        """Writes jobs of any targets, due now; returns the ids of those written: not where another unfinished job has the key."""
+        """Writes jobs of any kinds, messages too; returns the ids of those written: not where another unfinished job has the key."""
 
     def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
         """Each by compare-and-set on where the cursor was; returns how many moved."""

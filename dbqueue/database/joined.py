@@ -5,7 +5,7 @@ together or not at all; savepoints included. dbqueue never begins, commits or ro
 back to another connection: an error leaves as EnqueueFailed, and the caller rolls back.
 
 ``callers`` knows how to reach the connection of whatever ``using`` was given; ``buffered`` stands in for async SQLAlchemy, whose
-jobs are written by its own commit.
+jobs are written by its own commit, and for whoever gathers messages to write them all at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from dbqueue.database.buffered import Buffer, buffer_of
+from dbqueue.database.buffered import Buffer, Gathered, buffer_of
 from dbqueue.database.callers import Caller, caller_of, check_database, failures, in_django_transaction
 from dbqueue.database.dialect import Session
 from dbqueue.database.sqlite import different_database
@@ -45,6 +45,11 @@ class Block:
     def buffer(self) -> Buffer | None:
         """Where jobs wait for an async session's commit; None: they are written at once."""
         return self._caller if isinstance(self._caller, Buffer) else None
+
+    @property
+    def gathers(self) -> bool:
+        """What is published belongs to a cursor, so that every task's message joins, even through an exchange that is not durable."""
+        return isinstance(self._caller, Gathered)
 
     def check(self, database: Database) -> None:
         """Everything that can be told without the caller's connection. Raises TransactionClosed, DifferentDatabase, SchemaMissing."""
@@ -101,7 +106,20 @@ def using(connection: Any) -> Iterator[None]:
     Django connection or its alias as ``"django:default"``. Blocks nest; the innermost counts. If the process dies before the
     caller's COMMIT, neither rows nor jobs exist. Raises NotSupported for other objects; enqueueing in the block raises
     NotInTransaction, DifferentDatabase, TransactionTooOld (SQLite) or EnqueueFailed (D5)."""
-    block = Block(buffer_of(connection) or caller_of(connection), _current.get())
+    with _entered(buffer_of(connection) or caller_of(connection)):
+        yield
+
+
+@contextmanager
+def gathering(gathered: Gathered) -> Iterator[None]:
+    """What is enqueued or published in the block waits in memory; whoever gathers it writes it, in a transaction of his own."""
+    with _entered(gathered):
+        yield
+
+
+@contextmanager
+def _entered(caller: Caller | Buffer) -> Iterator[None]:
+    block = Block(caller, _current.get())
     _current.set(block)
     try:
         yield

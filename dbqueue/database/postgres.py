@@ -28,7 +28,8 @@ import sqlalchemy
 from sqlalchemy.dialects.postgresql import psycopg as sqlalchemy_psycopg
 
 from dbqueue.clock import Clock
-from dbqueue.database.dialect import OwnSession, Row, Session
+from dbqueue.database.callers import CallerSession
+from dbqueue.database.dialect import OwnSession, Params, Row, Session
 from dbqueue.database.marks import Marks, step_limit
 from dbqueue.database.postgres_statements import (
     _FOUND,
@@ -39,6 +40,7 @@ from dbqueue.database.postgres_statements import (
     COUNT_PART,
     ENQUEUE,
     ENQUEUE_MANY,
+    ENQUEUE_PLAIN,
     EXISTS,
     EXPIRE,
     GATE,
@@ -92,7 +94,10 @@ from dbqueue.states import State, allowed
 T = TypeVar("T")
 
 PORTABLE_NOW = NOW.replace("%(offset)s", ":offset")
-SKIP_LOCKED = "FOR UPDATE SKIP LOCKED"
+PORTABLE = {
+    "{now}": PORTABLE_NOW, "{skip_locked}": "FOR UPDATE SKIP LOCKED", "{for_update}": "FOR UPDATE", "{share}": "FOR SHARE",
+    "{among}": "= ANY(ARRAY(", "{end}": "))", "{instr}": 'pg_catalog."position"',
+}  # fmt: skip
 
 # SQLSTATEs that say: this connection, or the server behind it, is of no use now; take another one, after a while. 53 and 58 are a
 # server that lacks memory, connections or room on its disk, or cannot read it: no row's fault, so nothing may be given up for it.
@@ -136,6 +141,7 @@ class PostgresSession:
         self.marks = Marks()
         self._wire = Wire(connection)
         self._cursor = connection.cursor(binary=True)
+        self._dedicated = False
         self._plans_for_good: bool | None = False
         self._guarded: bool | None = None
 
@@ -154,7 +160,11 @@ class PostgresSession:
     def send(self, statement: str, params: Mapping[str, Any]) -> list[Row]:
         """As ``execute``, for the one statement that a producer waits for: past the driver's cursor, which would be a third of its
         CPU time."""
-        return self._run([(statement, params)])[0][1]
+        self.asked_at = time.monotonic()
+        try:
+            return self._wire.ask(statement, params)
+        finally:
+            self.asked_at = math.inf
 
     @property
     def guarded(self) -> bool:
@@ -165,7 +175,7 @@ class PostgresSession:
         return self._guarded
 
     def dedicate(self) -> None:
-        self._plans_for_good = None
+        self._dedicated, self._plans_for_good = True, None
 
     def _plans_are_set(self) -> bool:
         """A dedicated session sets its plans once, which saves a statement in each turn, if it talks to the server itself: a pooler
@@ -215,7 +225,8 @@ class PostgresSession:
 
     def begin(self, deadline: float | None = None) -> None:
         # A role may default to serializable or read only; our own transactions say what they need.
-        self._run([(BEGIN, NOTHING), (f"SELECT {PATIENCE}", NOTHING)])
+        planning = [] if not self._dedicated or self._plans_are_set() else [(PLANNING, NOTHING)]
+        self._run([(BEGIN, NOTHING), *planning, (f"SELECT {PATIENCE}", NOTHING)])
 
     def commit(self) -> None:
         self.execute("COMMIT")
@@ -260,8 +271,11 @@ class Postgres:
         self.notify, self.keep = notify, keep
         self._sqlalchemy = sqlalchemy_psycopg.dialect()  # type: ignore[no-untyped-call]
         fill = names.fill
-        enqueue = ENQUEUE if notify else ENQUEUE.replace(GATE.replace("{queue}", "%(queue)s::text"), "false")
-        self._enqueue, self._enqueue_many, self._exists = fill(enqueue), fill(ENQUEUE_MANY), fill(EXISTS)
+        gate = GATE.replace("{queue}", "%(queue)s::text")
+        self._enqueue, self._enqueue_plain = (
+            fill(text if notify else text.replace(gate, "false")) for text in (ENQUEUE, ENQUEUE_PLAIN)
+        )
+        self._enqueue_many, self._exists = fill(ENQUEUE_MANY), fill(EXISTS)
         # On a connection of our own the statement stands alone, and brings its patience along.
         self._enqueue_own = self._enqueue.replace(" AS now)", f" AS now FROM (SELECT {PATIENCE}) patience)", 1)
         self._settle_fast, self._settle, self._already = fill(SETTLE_FAST), fill(SETTLE), fill(ALREADY)
@@ -338,11 +352,17 @@ class Postgres:
     def portable(self, text: str) -> str:
         known = self._portable.get(text)
         if known is None:
-            text_here = self.names.fill(text).replace("{now}", PORTABLE_NOW).replace("{skip_locked}", SKIP_LOCKED)
-            text_here = text_here.replace("{for_update}", "FOR UPDATE")
+            text_here = self.names.fill(text)
+            for name, own in PORTABLE.items():
+                text_here = text_here.replace(name, own)
             filled = re.sub(r"(?<!:):(\w+)", r"%(\1)s", text_here)
             known = self._portable[text] = filled
         return known
+
+    def read_in_order(self, session: Session, text: str, params: Params) -> list[Row]:
+        if isinstance(session, PostgresSession):
+            return session.planned((text, params))[0][1]
+        return session.execute(text, params)
 
     def _clock(self) -> dict[str, Any]:
         return {"offset": self.clock.offset}
@@ -388,6 +408,8 @@ class Postgres:
             "id": job.id.hex(), "task_id": job.task_id, "payload": job.payload, "key": job.key, "soon": SOON,
         }  # fmt: skip
         own = session if isinstance(session, PostgresSession) else None
+        if job.key is None and isinstance(session, CallerSession) and session.finds(self._enqueue_plain, params):
+            return Enqueued(job.id, duplicate=False)
         # No row: the holder of the key ended between our insert and our look. The next try sees a new snapshot.
         for _ in range(20):
             with _held_up() if own else nullcontext():
@@ -448,6 +470,8 @@ class Postgres:
             "priorities": [job.priority for job in jobs], "max_attempts": [job.max_attempts for job in jobs],
             "timeouts": [job.timeout_ms for job in jobs], "on_crash": [int(job.on_crash) for job in jobs],
             "sources": [job.source for job in jobs], "sequences": [job.sequence for job in jobs],
+            "task_ids": [job.task_id for job in jobs], "run_ats": [job.run_at for job in jobs],
+            "delays": [job.delay for job in jobs], "heads": [job.head for job in jobs], "ttls": [job.ttl for job in jobs],
         })  # fmt: skip
         if self.notify and rows:
             session.execute(RING_MANY, {"salt": self.names.salt, "queues": sorted({job.queue for job in jobs})})

@@ -20,6 +20,8 @@ _NEW_COLUMNS = (
     "on_crash, source, sequence, head, expires_at, created_at, updated_at"
 )
 
+_PLAIN_COLUMNS = _NEW_COLUMNS.replace("key, ", "", 1)
+
 # The id may be there already: the first try of an insert whose answer was lost commits late, while the second one is under way.
 ENQUEUE = f"""
 WITH t AS MATERIALIZED (SELECT {NOW} AS now),
@@ -38,6 +40,20 @@ SELECT id, false, false FROM {{jobs}} WHERE id = %(id)s::uuid AND NOT EXISTS (SE
 UNION ALL
 SELECT id, true, false FROM {{jobs}}
 WHERE target = %(target)s::text AND key = %(key)s::text AND key IS NOT NULL AND state IN (0, 1, 3) AND NOT EXISTS (SELECT 1 FROM ins)
+""".replace("{queue}", "%(queue)s::text")
+
+# The same for a job without a key, for connections on which nothing may be prepared: each call is parsed and planned anew, and the
+# statement above costs more of both than of its execution. No row: the id is there already, which the other one looks into.
+ENQUEUE_PLAIN = f"""
+INSERT INTO {{jobs}} ({_PLAIN_COLUMNS})
+SELECT %(id)s::uuid, %(task_id)s::text, %(target)s::text, %(fingerprint)s::bytea, %(payload)s::bytea, %(queue)s::text,
+  %(priority)s::smallint, 0, COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint),
+  CASE WHEN COALESCE(%(run_at)s::bigint, t.now + %(delay)s::bigint) <= t.now THEN t.now END,
+  %(max_attempts)s::integer, %(timeout_ms)s::integer, %(on_crash)s::smallint, %(source)s::text, %(sequence)s::bigint,
+  %(head)s::bytea, t.now + %(ttl)s::bigint, t.now, t.now
+FROM (SELECT {NOW} AS now) t
+ON CONFLICT DO NOTHING
+RETURNING CASE WHEN CASE WHEN run_at < created_at + %(soon)s::bigint THEN {GATE} ELSE false END THEN {RING} END IS NOT NULL AS rang
 """.replace("{queue}", "%(queue)s::text")
 
 # Sorted by key, so that two callers with the same keys in opposite orders do not deadlock.
@@ -72,12 +88,14 @@ RING_MANY = f"SELECT CASE WHEN {GATE} THEN {RING} END IS NOT NULL FROM unnest(%(
 INSERT_DUE = f"""
 WITH t AS MATERIALIZED (SELECT {NOW} AS now)
 INSERT INTO {{jobs}} ({_NEW_COLUMNS})
-SELECT a.id, NULL, a.target, a.fingerprint, a.payload, a.key, a.queue, a.priority, 0, t.now, t.now, a.max_attempts, a.timeout_ms,
-  a.on_crash, a.source, a.sequence, NULL, NULL, t.now, t.now
-FROM unnest(%(ids)s::uuid[], %(targets)s::text[], %(fingerprints)s::bytea[], %(payloads)s::bytea[], %(keys)s::text[], %(queues)s::text[],
-  %(priorities)s::smallint[], %(max_attempts)s::integer[], %(timeouts)s::integer[], %(on_crash)s::smallint[], %(sources)s::text[],
-  %(sequences)s::bigint[]) WITH ORDINALITY AS a(id, target, fingerprint, payload, key, queue, priority, max_attempts, timeout_ms,
-  on_crash, source, sequence, n), t
+SELECT a.id, a.task_id, a.target, a.fingerprint, a.payload, a.key, a.queue, a.priority, 0, COALESCE(a.run_at, t.now + a.delay),
+  CASE WHEN COALESCE(a.run_at, t.now + a.delay) <= t.now THEN t.now END, a.max_attempts, a.timeout_ms, a.on_crash, a.source, a.sequence,
+  a.head, t.now + a.ttl, t.now, t.now
+FROM unnest(%(ids)s::uuid[], %(task_ids)s::text[], %(targets)s::text[], %(fingerprints)s::bytea[], %(payloads)s::bytea[],
+  %(keys)s::text[], %(queues)s::text[], %(priorities)s::smallint[], %(run_ats)s::bigint[], %(delays)s::bigint[],
+  %(max_attempts)s::integer[], %(timeouts)s::integer[], %(on_crash)s::smallint[], %(sources)s::text[], %(sequences)s::bigint[],
+  %(heads)s::bytea[], %(ttls)s::bigint[]) WITH ORDINALITY AS a(id, task_id, target, fingerprint, payload, key, queue, priority, run_at,
+  delay, max_attempts, timeout_ms, on_crash, source, sequence, head, ttl, n), t
 ORDER BY a.target, a.key, a.n
 ON CONFLICT DO NOTHING RETURNING id
 """

@@ -27,7 +27,7 @@ from sqlalchemy.dialects.sqlite import pysqlite
 from dbqueue.clock import SQLITE_NOW, Clock
 from dbqueue.database import touched
 from dbqueue.database.alive import Alive, is_alive, own_workers
-from dbqueue.database.dialect import OwnSession, Row, Session
+from dbqueue.database.dialect import OwnSession, Params, Row, Session
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
     FINISHED_COLUMNS,
@@ -135,6 +135,12 @@ VALUES (:exchange, :routing_key, :head, :payload, {SQLITE_NOW} + :offset + :ttl)
 """
 
 NOW = f"SELECT {SQLITE_NOW} + :offset"
+
+# Whoever writes has the whole file, so no row is locked.
+PORTABLE = {
+    "{now}": f"({SQLITE_NOW} + :offset)", " {skip_locked}": "", " {for_update}": "", " {share}": "", "{among}": "IN (", "{end}": ")",
+    "{instr}": "instr",
+}  # fmt: skip
 
 CLAIM_LOOK = """
 SELECT id, task_id, target, fingerprint, payload, key, queue, priority, attempt + 1, lapses, max_attempts, timeout_ms, on_crash,
@@ -493,9 +499,14 @@ class Sqlite:
     def portable(self, text: str) -> str:
         known = self._texts.get(text)
         if known is None:
-            filled = self.names.fill(text).replace("{now}", f"({SQLITE_NOW} + :offset)")
-            known = self._texts[text] = filled.replace(" {skip_locked}", "").replace(" {for_update}", "")
+            known = self.names.fill(text)
+            for name, own in PORTABLE.items():
+                known = known.replace(name, own)
+            self._texts[text] = known
         return known
+
+    def read_in_order(self, session: Session, text: str, params: Params) -> list[Row]:
+        return session.execute(text, params)
 
     def _text(self, template: str) -> str:
         return self._texts.get(template) or self._texts.setdefault(template, self.names.fill(template))

@@ -66,6 +66,23 @@ class Wire:
         Raises the driver's error; then nothing of it was committed, unless the connection itself was lost."""
         return self.land(self.launch(steps))
 
+    def ask(self, text: str, params: Mapping[str, Any]) -> list[Row]:
+        """A single statement's rows. A pipeline of one would cost a third more."""
+        statement, wire = Statement.of(text), self._wire
+        values = [literal(params[name]) for name in statement.names]
+        if self._connection.prepare_threshold is None:
+            wire.send_query_params(statement.text, values, None, None, 1)
+        else:
+            name = self._prepared.get(text)
+            if name is None:
+                return self.run([(text, params)])[0][1]  # which prepares it
+            wire.send_query_prepared(name, values, None, 1)
+        try:
+            return self._read(_answer(self._connection))[1]
+        except self._errors.InvalidSqlStatementName:
+            self._prepared.clear()
+            return self.run([(text, params)])[0][1]
+
     def launch(self, steps: Sequence[tuple[str, Mapping[str, Any]]]) -> Flight:
         """The first half of ``run``: sends without waiting. Until it has landed, nothing else may use the connection."""
         wire, named = self._wire, self._connection.prepare_threshold is not None
@@ -164,6 +181,38 @@ class Wire:
             return count, []
         self._transformer.set_pgresult(result, set_loaders=True)
         return count, self._transformer.load_rows(0, result.ntuples, tuple)
+
+
+IN_TRANSACTION = 2
+"""libpq's transaction status."""
+
+
+def finds_row(connection: Any, text: str, params: Mapping[str, Any]) -> bool | None:
+    """Whether a statement brings a row, on a psycopg connection that is somebody else's: it is not prepared, and nothing of it is kept.
+    The waiting is the driver's own; without its cursor it costs the client half. None: nothing was sent, for the cursor has more to do
+    here: begin the transaction, sync a pipeline, write texts in another encoding."""
+    wire = connection.pgconn
+    if (
+        wire.transaction_status != IN_TRANSACTION
+        or wire.pipeline_status
+        or wire.parameter_status(b"client_encoding") != b"UTF8"
+    ):
+        return None
+    statement = Statement.of(text)
+    values = [literal(params[name]) for name in statement.names]
+    with connection.lock:
+        wire.send_query_params(statement.text, values, None, None, 1)
+        return bool(_answer(connection).ntuples)
+
+
+def _answer(connection: Any) -> Any:
+    """Of the one statement that was sent. The driver waits, in its own way: an interrupted wait cancels the statement."""
+    from psycopg import errors, generators, pq
+
+    result = connection.wait(generators.execute(connection.pgconn))[-1]
+    if result.status in (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.PIPELINE_ABORTED):
+        raise errors.error_from_result(result)
+    return result
 
 
 def literal(value: Any) -> bytes | None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 
 from dbqueue.database import migrate
 from dbqueue.database.postgres import Postgres
-from dbqueue.doctor import broker, jobs, postgres, sqlite
+from dbqueue.doctor import beat, broker, jobs, postgres, sqlite
 from dbqueue.doctor.check import Check, Finding, Patient, Status
 from dbqueue.errors import ConnectionLost, QueueError, SchemaMissing, SchemaOutdated, SchemaTooNew
 from dbqueue.queue import DBQueue
@@ -40,7 +40,9 @@ def examine(
     patient = Patient(queue, with_targets, role, patience)
     of_database = postgres if isinstance(queue.database.dialect, Postgres) else sqlite
     try:
-        return list(_findings(patient, of_database.FIRST, (*of_database.CHECKS, *jobs.CHECKS, *broker.CHECKS)))
+        return list(
+            _findings(patient, of_database.FIRST, (*of_database.CHECKS, *jobs.CHECKS, *beat.CHECKS, *broker.CHECKS))
+        )
     finally:
         patient.close()
 

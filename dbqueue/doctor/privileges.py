@@ -12,6 +12,7 @@ from typing import NamedTuple
 from dbqueue.database.tables import FINISHED_COLUMNS, JOB_COLUMNS, Names
 from dbqueue.doctor.check import Finding, Patient, Problem, Status, verdict
 from dbqueue.errors import SchemaMissing
+from dbqueue.schedules import SHOWN
 
 ALL: tuple[str, ...] = ()
 """In the place of columns: the right on the whole table."""
@@ -66,13 +67,20 @@ _READ = (
     Right("jobs", "SELECT", _shown(JOB_COLUMNS)),
     Right("finished", "SELECT", _shown(FINISHED_COLUMNS)),
     Right("all_jobs", "SELECT"),
+    Right("schedules", "SELECT", SHOWN),
 )
+
+_SCHEDULES = tuple(Right("schedules", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
+# The locks of a beat ask for UPDATE; what code declares is inserted when it starts.
+_BEAT = (*_SCHEDULES[:3], Right("jobs", "INSERT"), Right("jobs", "SELECT", ("id",)))
 
 ROLES: Mapping[str, tuple[Right, ...]] = {
     "publisher": (*_LOOK, *_PUBLISH),
     "worker": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "UPDATE", "DELETE")), *_HISTORY),
     "locker": (*_LOOK, *_LOCK),
-    "operator": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME, Right("exchanges", "DELETE"), *_LOCK),
+    "beat": (*_LOOK, *_BEAT),
+    "scheduler": (*_LOOK, *_SCHEDULES),
+    "operator": (*_LOOK, *_JOBS, *_HISTORY, *_SCHEDULES, *_CONSUME, Right("exchanges", "DELETE"), *_LOCK),
     "reader": (*_LOOK, *_READ),
     "celery_publisher": (*_LOOK, *_PUBLISH_MESSAGES),
     "celery_worker": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME),

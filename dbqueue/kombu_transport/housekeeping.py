@@ -9,11 +9,14 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from dbqueue import routing
 from dbqueue.database.dialect import OwnSession, Session
 from dbqueue.database.engine import Database
 from dbqueue.mail import Mail
+
+T = TypeVar("T")
 
 ALIVE, ALIVE_EVERY = 60.0, 20.0
 """Seconds that a consumer's row is good for, and how often its process moves them on."""
@@ -46,7 +49,8 @@ class Housekeeping:
     def _sweep(self, session: OwnSession) -> None:
         dialect, grace = self._dialect, round(ALIVE * 1e6)
         for queue in routing.abandoned_queues(dialect, session, grace):
-            _write(session, lambda s, queue=queue: routing.delete_queue(dialect, s, queue))  # type: ignore[misc]
+            route = routing.find_queue(dialect, session, queue)
+            routing.delete_in_steps(dialect, lambda verb: _write(session, verb), queue, route)
             self._mail.drop(queue, session)
         expired = routing.expired_messages(dialect, session, EXPIRED_BATCH)
         for job_id in expired:
@@ -58,11 +62,12 @@ class Housekeeping:
         self._mail.prune(session)
 
 
-def _write(session: OwnSession, verb: Callable[[Session], object]) -> None:
+def _write(session: OwnSession, verb: Callable[[Session], T]) -> T:
     session.begin(time.monotonic() + PATIENCE)
     try:
-        verb(session)
+        answer = verb(session)
         session.commit()
+        return answer
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one to tell
             session.rollback()

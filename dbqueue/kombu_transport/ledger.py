@@ -205,9 +205,9 @@ def left_by_close(row: ClaimedRow) -> Settlement:
 
 
 def requeued(row: ClaimedRow, limit: int) -> Settlement:
-    """Back in its place; from the third time on after a wait, or a message that nobody takes would keep everybody busy. Dead after
-    ``limit`` deliveries, if that is not 0."""
-    times = row.attempt
+    """Back in its place; from the third time on after a wait, or a message that nobody takes would keep everybody busy. Dead when it was
+    put back ``limit`` times, if that is not 0. Deliveries whose lease was lost are not counted here, but in ``lapses``."""
+    times = row.attempt - row.lapses
     if limit and times >= limit:
         return rejected(row)
     wait = 0 if times <= REQUEUES_AT_ONCE else min(2 ** min(times - REQUEUES_AT_ONCE, 10), LONGEST_WAIT)

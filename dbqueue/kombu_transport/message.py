@@ -149,9 +149,13 @@ def stamp_of(key: str) -> tuple[str, Any]:
     return header, value
 
 
+STAMPED = b'"stamps": {"'
+"""In the head of every task that carries a stamp."""
+
+
 def stamps_in(head: bytes) -> frozenset[str]:
     """The stamps that a task's message carries."""
-    if b'"stamps": {"' not in head:
+    if STAMPED not in head:
         return frozenset()
     try:
         return frozenset(stamps_of(loads(head.decode())["headers"]["stamps"]))

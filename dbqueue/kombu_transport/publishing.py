@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from amqp.exceptions import ChannelError
@@ -43,6 +44,8 @@ COUNTED = 1_000
 REVOKED_FOR = 3 * 3_600.0
 """Seconds for which a revoked task is remembered: as long as Celery's workers do."""
 HEADS_AT_ONCE = 1_000
+REVOKED_AT_ONCE = 500
+"""Tasks that one transaction of a revoke remembers and cancels at most: on SQLite it holds up every writer."""
 LETTER_LIFE = 300.0
 """Seconds that a short-lived message is kept at most."""
 
@@ -55,7 +58,10 @@ def _joins(method: Method) -> Method:
 
     @functools.wraps(method)
     def joining(self: Publisher, *args: Any, **kwargs: Any) -> Any:
-        with joined.joining(self.station.options.join):
+        name = self.station.options.join
+        if name is None:
+            return method(self, *args, **kwargs)
+        with joined.joining(name):
             return method(self, *args, **kwargs)
 
     return joining  # type: ignore[return-value]
@@ -84,6 +90,7 @@ class Publisher(virtual.Channel):
         """In the caller's transaction inside ``using``, else in one of our own. What is not durable does not join: others must see
         it before the caller commits, the queue of a reply for one."""
         block = joined.current()
+        joins = joins or (block is not None and block.buffer is not None and block.buffer.holds_lock)
         if block is None or not joins or (not write and block.closed):
             if block is not None and write:
                 block.notice(self.station.database)
@@ -223,7 +230,10 @@ class Publisher(virtual.Channel):
         if (if_empty and self._size(queue)) or (if_unused and self._consumer_count(queue)):
             return 0
         dialect, station = self.station.dialect, self.station
-        gone = self._do(lambda s: routing.delete_queue(dialect, s, queue), write=True)
+        if joined.current() is None:
+            gone = routing.delete_in_steps(dialect, station.run, queue, station.facts(queue))
+        else:
+            gone = self._do(lambda s: routing.delete_queue(dialect, s, queue), write=True)
         station.mail.drop(queue)
         station.forget(queue)
         return gone
@@ -231,7 +241,11 @@ class Publisher(virtual.Channel):
     def queue_purge(self, queue: str, **kwargs: Any) -> int:
         check_queue(queue)
         self._in_order()
-        purged = self._do(lambda s: routing.purge(self.station.dialect, s, queue), write=True)
+        dialect = self.station.dialect
+        if joined.current() is None:
+            purged = routing.purge_in_steps(dialect, self.station.run, queue)
+        else:
+            purged = self._do(lambda s: routing.purge(dialect, s, queue), write=True)
         route = self.station.facts(queue)
         if route is not None and route.brief:
             purged += self.station.mail.purge(queue, self._bindings(queue))
@@ -264,7 +278,7 @@ class Publisher(virtual.Channel):
         if not exchange:
             check_queue(routing_key)
         block = joined.current()
-        if block is None or self._is_brief(message, exchange, routing_key):
+        if block is None or self._is_brief(message, exchange, routing_key, block):
             self._publish(message, exchange or "", routing_key or "", None)
             return
         try:
@@ -274,7 +288,7 @@ class Publisher(virtual.Channel):
                 f"the message was not written ({type(error).__name__}): dbqueue could not look up where it goes. Roll back"
             ) from error
 
-    def _is_brief(self, message: dict[str, Any], exchange: str, routing_key: str) -> bool:
+    def _is_brief(self, message: dict[str, Any], exchange: str, routing_key: str, block: joined.Block) -> bool:
         """Remote control, events and replies: they do not join a caller's transaction. A transient message to an ordinary queue is
         none of them."""
         dialect, transient = self.station.dialect, messages.is_transient(message)
@@ -282,7 +296,7 @@ class Publisher(virtual.Channel):
             route = self.station.facts(routing_key)
             return transient if route is None else route.takes_letter(transient=transient)
         found = self.station.read(lambda s: routing.find_exchange(dialect, s, exchange))
-        if found is not None and not found.durable:
+        if found is not None and not found.durable and not block.gathers:
             return True
         if not transient:
             return False
@@ -362,27 +376,28 @@ class Publisher(virtual.Channel):
         dialect = self.station.dialect
         stamped = self._waiting_with(revoke.stamps) if revoke.stamps else []
 
-        def verb(session: Session) -> None:
-            routing.revoke(dialect, session, revoke.keys, round(REVOKED_FOR * 1e6))
-            found = [
-                job
-                for task_id in sorted(revoke.task_ids)
-                for job in routing.waiting_messages(dialect, session, task_id)
-            ]
-            for job_id in found + stamped:
+        def verb(keys: Sequence[str], task_ids: Sequence[str], jobs: Sequence[bytes], session: Session) -> None:
+            routing.revoke(dialect, session, keys, round(REVOKED_FOR * 1e6))
+            found = [job for task_id in task_ids for job in routing.waiting_messages(dialect, session, task_id)]
+            for job_id in (*found, *jobs):
                 if waiting := routing.cancel_revoked(dialect, session, job_id):
                     dialect.enqueue(session, messages.notice_of(waiting))
 
-        self._do(verb, write=True, joins=False)
+        steps = [partial(verb, some, some, ()) for some in _parts(sorted(revoke.task_ids))]
+        if revoke.stamps:
+            first, *rest = _parts(stamped) or [[]]
+            steps += [partial(verb, sorted(revoke.stamps), (), first), *(partial(verb, (), (), some) for some in rest)]
+        for step in steps:
+            self._do(step, write=True, joins=False)
 
     def _waiting_with(self, stamps: frozenset[str]) -> list[bytes]:
-        """Ids of waiting messages that carry one of the stamps. All are read, for there is no index of what is in a head; before the
-        transaction, since on SQLite that would hold up every writer."""
+        """Ids of waiting messages that carry one of the stamps. The database reads them all, for there is no index of what is in a head;
+        before the transaction, since on SQLite that would hold up every writer."""
         found: list[bytes] = []
         after, dialect = ids.ZERO, self.station.dialect
 
         def look(session: Session) -> list[tuple[bytes, bytes]]:
-            return routing.waiting_heads(dialect, session, after, HEADS_AT_ONCE)
+            return routing.waiting_heads(dialect, session, messages.STAMPED, after, HEADS_AT_ONCE)
 
         while heads := self.station.read(look):
             found += [job_id for job_id, head in heads if stamps & messages.stamps_in(head)]
@@ -409,6 +424,10 @@ def check_queue(name: str) -> None:
         raise ReservedName(
             f"queue name {name!r} begins with {RESERVED_PREFIX!r}, which dbqueue keeps for itself. Choose another."
         )
+
+
+def _parts(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[first : first + REVOKED_AT_ONCE] for first in range(0, len(items), REVOKED_AT_ONCE)]
 
 
 def _us(route: Route) -> int | None:

@@ -37,7 +37,7 @@ from dbqueue.database.alive import Alive
 from dbqueue.database.dialect import OwnSession, Session
 from dbqueue.database.engine import Database, denial
 from dbqueue.database.postgres import Postgres
-from dbqueue.database.tables import ClaimedRow, ClaimRequest, NewJob, Turn, TurnResult
+from dbqueue.database.tables import ClaimedRow, ClaimRequest, Fact, Held, NewJob, Turn, TurnResult
 from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport.express import GUARD, Express
@@ -160,6 +160,8 @@ class Station:
         self._sleeps_until = NEVER
         self._gathers_since: float | None = None
         """Since when the event loop lets acks pile up."""
+        self._releases_begun = self._releases_ended = 0
+        """Looks for claims that this process does not know, after a reconnect."""
         self._seen = 0
         """The last short-lived message that the event loop knows of."""
         self._dry: set[int] = set()
@@ -245,7 +247,7 @@ class Station:
         self.database.ready()
         for _ in range(1_000):
             with self.database.session() as session:
-                sent = time.monotonic()
+                sent, releases = time.monotonic(), self._releases_ended
                 request = ClaimRequest((queue,), 1, self.name, ids.new_token(), self.lease)
                 result = self.dialect.turn(session, Turn(claim=request))
                 if not result.claimed:
@@ -256,12 +258,33 @@ class Station:
             for row in result.claimed:
                 delivery = self._take(row, owner, sent, result.now)
                 self.wake()  # it has a claim to renew, or an end to write
-                if delivery is not None:
+                if delivery is not None and self._may_have_released(releases) and not self._is_ours(session, delivery):
+                    self.ledger.settle(delivery.tag, ends.handed_back)
+                elif delivery is not None:
                     self._mark_revoked(session, [delivery])
                     if not delivery.revoked:
                         return delivery
                     self.ledger.settle(delivery.tag, ends.acked)
         return None
+
+    def _may_have_released(self, ended: int) -> bool:
+        """Whether the station's thread, connected anew, has looked for claims that it does not know since so many looks had ended, and
+        may have handed back one that had just been made and did not stand in the ledger yet."""
+        return self._releases_begun != ended
+
+    def _is_ours(self, session: Session, delivery: Delivery) -> bool:
+        with self.at_work:
+            pass  # the look has ended
+        try:
+            with self.database.errors():
+                return self.dialect.renew(session, [delivery.held], self.lease) == [Fact.RENEWED]
+        except BaseException:
+            self.ledger.settle(delivery.tag, ends.handed_back)
+            raise
+
+    def _known(self) -> list[Held]:
+        self._releases_begun += 1
+        return self.ledger.known()
 
     def attach(self, inbox: Inbox) -> None:
         """From now on the thread claims and reads for this channel."""
@@ -406,7 +429,11 @@ class Station:
             elif now - self._needed_at >= LINGER:
                 self._connection.rest()
                 return False
-            if self._connection.ready(self.ledger.known):
+            try:
+                ready = self._connection.ready(self._known)
+            finally:
+                self._releases_ended = self._releases_begun
+            if ready:
                 self._listen()
                 while self._dry:
                     self._nothing(self._dry.pop(), now)

@@ -8,10 +8,11 @@ lost COMMIT needs no answer: the next look reads the cursors (D16). Only facts t
 from __future__ import annotations
 
 import logging
+import queue as queues
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
@@ -36,11 +37,11 @@ BATCH_JOBS = 2_000
 """Jobs of one transaction, and what its last schedule brings beyond that."""
 POLL = 1.0
 """Seconds between two looks of an idle beat: a new schedule may be due sooner than all the others."""
-SET_ASIDE = 60.0
-"""Seconds until a schedule is tried again whose jobs the database refused to take."""
 LOOK_BACK = 60.0
 """Seconds between two looks whether a cursor lies in the future."""
 BUSY_PAUSE = 0.1
+BUSY_ASIDE = 5_000_000
+"""Microseconds until a schedule is tried again whose job waited for somebody's lock."""
 
 
 class Fired(NamedTuple):
@@ -50,11 +51,19 @@ class Fired(NamedTuple):
     jobs: list[tuple[int, bytes]]
 
 
+class _Refused(Exception):
+    """The database did not take what several schedules came to; which of them is at fault, nobody knows yet."""
+
+
 class Source(Protocol):
     """Where the entries of one owner get their jobs from. ``fire`` and ``plan`` run in the beat's transaction."""
 
     owner: str
 
+    def start(self, database: Database, beat: str) -> None:
+        """Once, before the first look. Raises ConfigError, and what the database says: then the beat ends."""
+
+    def close(self) -> None: ...
     def begin(self, dialect: Dialect, session: OwnSession) -> bool:
         """Whether this source may fire now: first in each transaction."""
 
@@ -67,6 +76,8 @@ class Stored:
 
     owner = schedules.OWN
 
+    def start(self, database: Database, beat: str) -> None: ...
+    def close(self) -> None: ...
     def begin(self, dialect: Dialect, session: OwnSession) -> bool:
         return True
 
@@ -106,8 +117,9 @@ class Beat:
         self._sources = [stored or Stored(), *sources]
         self._owners = [source.owner for source in self._sources]
         self._poll = poll
-        self._connection = Connection(database, name, (), poll=poll, listen=False)
-        self._ended = threading.Event()
+        self._connection = Connection(database, name, (), poll=poll, listen=False, claims=False)
+        self._stopped = False
+        self._bell: queues.SimpleQueue[None] = queues.SimpleQueue()  # safe in a signal handler, which an Event is not
         self._look_back_at = 0.0
         self._quarantined: set[tuple[str, str]] = set()
         self.fired = 0
@@ -115,29 +127,42 @@ class Beat:
 
     def start(self) -> None:
         """Raises what the database says: a beat whose database is not there at its start ends."""
-        self._connection.start()
+        try:
+            self._connection.start()
+            for source in self._sources:
+                source.start(self.database, self.name)
+        except BaseException:
+            self._close()
+            raise
         events.emit(events.BeatStarted(self.name, self.database.label))
 
     def close(self) -> None:
-        self._connection.close()
+        self._close()
         events.emit(events.BeatStopped(self.name, self.fired))
+
+    def _close(self) -> None:
+        for source in self._sources:
+            source.close()
+        self._connection.close()
 
     def stop(self, reason: str = "asked to stop") -> None:
         """From any thread or a signal handler. The second call cuts a connection that does not answer."""
-        if self._ended.is_set():
+        if self._stopped:
             self._connection.hurry()
-        self._ended.set()
+        self._stopped = True
+        self._bell.put(None)
 
     @property
     def stopped(self) -> bool:
-        return self._ended.is_set()
+        return self._stopped
 
     def run(self) -> None:
         """Steps until ``stop``."""
         self.start()
         try:
-            while not self._ended.is_set():
-                self._ended.wait(self.step())
+            while not self._stopped:
+                with suppress(queues.Empty):
+                    self._bell.get(timeout=self.step())
         finally:
             self.close()
 
@@ -189,11 +214,9 @@ class Beat:
         others from firing."""
         try:
             return self._fire_some(session, source, BATCH)
-        except (ConnectionLost, DatabaseBusy):
-            raise
-        except QueueError as error:
-            log.debug("beat %s: a batch was refused (%s); one by one", self.name, type(error).__name__)
-        return all(self._fire_some(session, source, 1) for _ in range(BATCH))
+        except _Refused as refused:
+            log.debug("beat %s: a batch was refused (%s); one by one", self.name, refused)
+        return all(self._fire_some(session, source, 1) for _ in range(BATCH) if not self._stopped)
 
     def _fire_some(self, session: OwnSession, source: Source, limit: int) -> bool:
         entries: list[Entry] = []
@@ -206,21 +229,25 @@ class Beat:
             return self._moved(session, source.fire(self.dialect, session, entries, now)) if entries else []
 
         try:
-            fired = self._in_transaction(session, fire)
-        except (ConnectionLost, DatabaseBusy):
+            return bool(self._in_transaction(session, fire))
+        except ConnectionLost:
             raise
-        except QueueError as error:
-            if limit > 1:
+        except (
+            QueueError
+        ) as error:  # DatabaseBusy, too: an open transaction may hold the key of a job, for as long as it likes
+            if not entries:
                 raise
+            if len(entries) > 1:
+                raise _Refused(type(error).__name__) from error
             self._set_aside(session, entries[0], error)
             return True
-        return bool(fired)
 
     def _set_aside(self, session: OwnSession, entry: Entry, error: QueueError) -> None:
         """Its cursor stays, so nothing is lost: it is tried again later, and the others go on."""
 
         def note() -> list[Fired]:
-            later = self.dialect.now(session) + round(SET_ASIDE * 1_000_000)
+            pause = BUSY_ASIDE if isinstance(error, DatabaseBusy) else schedules.SET_ASIDE
+            later = self.dialect.now(session) + pause
             text = f"{type(error).__name__}: {error}"[:500]
             return self._moved(session, [Fired(entry.move(next_at=later, error=text), [])])
 

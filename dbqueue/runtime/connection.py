@@ -146,9 +146,11 @@ class Connection:
         poll: float,
         listen: bool,
         lease: float = 60.0,
+        claims: bool = True,
     ) -> None:
+        """``claims``: jobs are claimed under the name of ``worker``."""
         self._database, self._dialect = database, database.dialect
-        self._worker, self._queues, self._poll = worker, queues, poll
+        self._worker, self._queues, self._poll, self._claims = worker, queues, poll, claims
         self.session: OwnSession | None = None
         self.sleeper: Sleeper | None = None
         self._opening: Opening | None = None
@@ -216,7 +218,7 @@ class Connection:
                 # Before the first one nothing was claimed under this name, and on SQLite a release waits for the lock.
                 first = not self._made_at
                 self._take(opening.take())
-                if not first:
+                if not first and self._claims:
                     self._released = self._release(known)
                     self._release_at = now + SECOND_RELEASE
                 self.news = True

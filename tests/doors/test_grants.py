@@ -17,19 +17,20 @@ import psycopg
 import pytest
 
 import dbqueue
-from dbqueue import DBQueue, Lock, ids, routing
+from dbqueue import DBQueue, Lock, ids, routing, schedules
 from dbqueue.clock import SECOND
 from dbqueue.database.engine import Database
-from dbqueue.database.tables import Names
+from dbqueue.database.tables import Letter, Names
 from dbqueue.doctor.privileges import ROLES, Right, grants, place
-from dbqueue.errors import DatabaseError, EnqueueFailed
+from dbqueue.errors import ConnectionLost, DatabaseError, EnqueueFailed
+from dbqueue.runtime.beat import Beat
 from dbqueue.runtime.deliver import Delivery
 from dbqueue.runtime.worker import WorkerOptions, run_worker
 from dbqueue.states import Kind, State
 from tests.doors.conftest import ROOT
 from tests.factory import Job, claim_turn, make, new_job, now
 from tests.servers import Server
-from tests.sql.broker import VERBS
+from tests.sql.broker import VERBS, Overheard
 from tests.transport.shops import Shop
 from tests.waiting import wait_for
 
@@ -185,6 +186,8 @@ def consuming(queue: DBQueue) -> list[Step]:
         *(verb for name, verb in VERBS.items() if name != "delete_exchange"),
         lambda d, s: routing.revoke(d, s, ["task"], SECOND),
         routing.forget_revoked,
+        lambda d, s: Overheard(d, s).post(Letter("events", "task", b"{}", b"", -SECOND, ())),
+        VERBS["mail_prune"],  # once more, with a letter that expired
     ]
     return [lambda verb=verb: database.run(lambda s: verb(database.dialect, s)) for verb in verbs]  # type: ignore[misc]
 
@@ -230,6 +233,40 @@ def locking(queue: DBQueue) -> list[Step]:
     ]
 
 
+def beating(queue: DBQueue) -> list[Step]:
+    """What a beat sends; its own loop would take a refusal for trouble of the connection."""
+    database = queue.database
+    dialect = database.dialect
+    if not queue._declared:
+        queue.periodic("declared", "0 0 1 1 *", "mail", 1)
+
+    def plan(session: Any) -> None:
+        moves = [schedules.plan(entry, 0) for entry in schedules.unplanned(dialect, session, "", 10)]
+        dialect.move_cursors(session, moves)
+
+    return [
+        queue.start_schedules,
+        lambda: database.read(lambda session: schedules.look(dialect, session, [""])),
+        lambda: database.read(lambda session: schedules.ahead(dialect, session, [""], 0)),
+        lambda: database.run(plan),
+        lambda: database.run(lambda session: schedules.due(dialect, session, "", 2**62, 10)),
+        lambda: database.run(lambda session: dialect.insert_due(session, [new_job(key="k"), new_job(key="k")])),
+    ]  # fmt: skip
+
+
+def scheduling(queue: DBQueue) -> list[Step]:
+    return [
+        lambda: queue.schedule("some", "* * * * *", "mail", 1),
+        lambda: queue.schedule("some", "0 * * * *", "mail", 1),
+        lambda: queue.pause_schedule("some"),
+        lambda: queue.resume_schedule("some"),
+        lambda: queue.reset_schedule("some"),
+        lambda: queue.unschedule("none"),
+        lambda: queue.get_schedule("some"),
+        queue.schedules,
+    ]
+
+
 def reading(queue: DBQueue) -> list[Step]:
     url = queue.database.url.render_as_string(hide_password=False)
 
@@ -240,16 +277,24 @@ def reading(queue: DBQueue) -> list[Step]:
             except psycopg.errors.InsufficientPrivilege as error:
                 raise DatabaseError from error
 
-    return [queue.jobs, queue.queues, queue.counts, lambda: queue.get_job(ids.as_uuid(ids.new_id())), view]
+    return [
+        queue.jobs,
+        queue.queues,
+        queue.counts,
+        queue.schedules,
+        lambda: queue.get_job(ids.as_uuid(ids.new_id())),
+        view,
+    ]
 
 
 def steps_of(role: str, queue: DBQueue, admin: Admin) -> list[Step]:
     if role == "operator":
-        return [*deciding(queue, admin), *consuming(queue), *locking(queue)]
+        return [*deciding(queue, admin), *scheduling(queue), *consuming(queue), *locking(queue)]
     if role == "celery_worker":
         return [*working(queue), *publishing_messages(queue), *consuming(queue)]
     of_others = {
         "publisher": publishing, "worker": working, "reader": reading, "celery_publisher": publishing_messages, "locker": locking,
+        "beat": beating, "scheduler": scheduling,
     }  # fmt: skip
     return of_others[role](queue)
 
@@ -385,6 +430,7 @@ def test_an_operator(admin: Admin) -> None:
             *steps_of("operator", queue, admin),
             *publishing(queue),
             *working(queue),
+            *beating(queue),
             *publishing_messages(queue),
         ):
             step()
@@ -464,6 +510,48 @@ def test_a_reader(admin: Admin) -> None:
             with refused():
                 call()
     assert admin.queue.counts() == {"pending": 1}
+
+
+@POSTGRES
+@pytest.mark.req("D10", "A1")
+def test_who_writes_schedules_and_who_fires_them(admin: Admin) -> None:
+    url = admin.user("scheduler")
+    with closing(DBQueue(url)) as queue:
+        for step in scheduling(queue):
+            step()
+        queue.schedule("often", "@every 1s", "mail", {"number": 7})
+        with refused():
+            queue.run_schedule("often")  # it is an enqueue: for publishers
+        with refused():
+            queue.send("mail", 1)
+        with refused():
+            queue.claim("mail", "me")
+    admin.execute(f"REVOKE dbqueue_scheduler FROM user_{os.getpid()}")
+    for statement in documented("beat"):
+        admin.execute(statement)
+    admin._roles.insert(0, "dbqueue_beat")
+    admin.execute(f"GRANT dbqueue_beat TO user_{os.getpid()}")
+    with closing(DBQueue(url)) as queue:
+        queue.periodic("declared", "@every 1s", "mail", 1)
+        queue.start_schedules()
+        beat = Beat(queue.database, name="beat", poll=0.05)
+        beat.start()
+        try:
+            wait_for(lambda: beat.step() >= 0 and beat.fired >= 3)
+            beat._connection.lost(ConnectionLost("cut"))  # it claimed nothing that it would have to hand back
+            before = beat.fired
+            wait_for(lambda: beat.step() >= 0 and beat.fired >= before + 2)
+        finally:
+            beat.close()
+        for call in (
+            lambda: queue.unschedule("often"),
+            lambda: queue.claim("mail", "me"),
+            lambda: queue.jobs(),
+            lambda: queue.purge(["dead"]),
+        ):
+            with refused():
+                call()
+    assert admin.queue.counts("mail")["pending"] >= 5
 
 
 def single(rights: tuple[Right, ...]) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from dbqueue import DBQueue, doctor, settings
+from dbqueue.doctor import beat as beat_checks
 from dbqueue.doctor import broker as broker_checks
 from dbqueue.doctor import jobs as jobs_checks
 from dbqueue.doctor import postgres, sqlite
@@ -40,7 +41,7 @@ def test_the_table_of_contents() -> None:
 
 
 def test_the_doctors_checks() -> None:
-    common = [check.name for check in (*jobs_checks.CHECKS, *broker_checks.CHECKS)]
+    common = [check.name for check in (*jobs_checks.CHECKS, *beat_checks.CHECKS, *broker_checks.CHECKS)]
     of_app = [check.name for check in jobs_checks.WITH_TARGETS]
     expected = dict.fromkeys(["distribution", "python", "schema", *common], "all") | dict.fromkeys(of_app, "all, -A")
     for module, name in ((postgres, "PostgreSQL"), (sqlite, "SQLite")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 import threading
 from collections import namedtuple
@@ -18,8 +19,11 @@ from psycopg import rows as psycopg_rows
 from sqlalchemy import orm
 
 from dbqueue import EnqueueFailed, using
+from dbqueue.database.callers import caller_of
+from tests.factory import new_job
 from tests.joined.callers import Caller, engine_of, kinds
 from tests.joined.shop import Order, Shop
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.req("D5")
 
@@ -86,12 +90,86 @@ def test_nothing_is_prepared_on_the_callers_connection(shop: Shop, threshold: in
 
 
 @pytest.mark.databases("postgres")
+@pytest.mark.parametrize("connect", [psycopg.connect, psycopg2.connect], ids=["psycopg", "psycopg2"])
+def test_what_is_sent_for_a_job_without_a_key_is_short(shop: Shop, connect: Callable[..., Any]) -> None:
+    """It is planned anew each time, and one with a key looks for the key's holder."""
+    with closing(connect(shop.url)) as connection:
+        asked = connection.cursor()
+        asked.execute("SELECT pg_backend_pid()")
+        (pid,) = asked.fetchone()
+        sent = {}
+        for key in ("a", None):
+            with using(connection):
+                shop.ship.enqueue(Order(1), key=key)
+            ((sent[key],),) = shop.look(f"SELECT query FROM pg_stat_activity WHERE pid = {pid}")
+    assert sent["a"].strip().startswith("WITH")
+    assert sent[None].strip().startswith("INSERT INTO")
+
+
+@pytest.mark.databases("postgres")
+@pytest.mark.parametrize("connect", [psycopg.connect, psycopg2.connect], ids=["psycopg", "psycopg2"])
+def test_a_job_that_is_there_already_by_its_id(shop: Shop, connect: Callable[..., Any]) -> None:
+    """Whoever makes ids himself may write twice: a function of a schedule's slot, say. The transaction goes on."""
+    database, job = shop.queue.database, new_job(payload=b'{"number":1}')
+    with closing(connect(shop.url)) as connection:
+        session = caller_of(connection).reach()
+        for _ in range(2):
+            enqueued = database.dialect.enqueue(session, job)
+            assert (enqueued.id, enqueued.duplicate) == (job.id, False)
+        connection.commit()
+    assert shop.jobs() == [1]
+
+
+@pytest.mark.databases("postgres")
+def test_an_error_past_the_cursor_is_the_drivers_own(shop: Shop) -> None:
+    with psycopg.connect(shop.url) as connection:
+        connection.execute("SET LOCAL statement_timeout = '200ms'")
+        with closing(psycopg.connect(shop.url)) as other:
+            other.execute("LOCK TABLE dbqueue_jobs")
+            with using(connection), pytest.raises(EnqueueFailed) as caught:
+                shop.ship.enqueue(Order(1))
+        assert isinstance(caught.value.__cause__, psycopg.errors.QueryCanceled)
+        connection.rollback()
+        with using(connection):
+            shop.ship.enqueue(Order(2))
+    assert shop.jobs() == [2]
+
+
+@pytest.mark.databases("postgres")
+def test_an_interrupt_while_a_job_is_written(shop: Shop) -> None:
+    """Ctrl-C ends the statement on the server, and the connection can be used on."""
+    with psycopg.connect(shop.url) as connection, closing(psycopg.connect(shop.url)) as other:
+        connection.execute("SELECT 1")
+        other.execute("LOCK TABLE dbqueue_jobs")
+        pid = connection.info.backend_pid
+
+        def interrupt() -> None:
+            waits = f"SELECT 1 FROM pg_stat_activity WHERE pid = {pid} AND wait_event_type = 'Lock'"
+            with closing(psycopg.connect(shop.url, autocommit=True)) as eye:
+                wait_for(lambda: eye.execute(waits).fetchone(), 10, "it does not wait")
+            signal.raise_signal(signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with using(connection), pytest.raises(KeyboardInterrupt):
+            shop.ship.enqueue(Order(1))
+        thread.join()
+        other.rollback()
+        connection.rollback()
+        with using(connection):
+            shop.ship.enqueue(Order(2))
+    assert shop.jobs() == [2]
+
+
+@pytest.mark.databases("postgres")
 def test_a_pipeline_of_the_callers(shop: Shop) -> None:
     with psycopg.connect(shop.url) as connection:
         with connection.pipeline():
             connection.execute("INSERT INTO orders VALUES (1)")
             cursor = connection.execute("SELECT 42")
             everything(shop, connection)
+            with using(connection):
+                shop.ship.enqueue(Order(6))
             assert cursor.fetchone() == (42,)
         connection.commit()
         with connection.pipeline(), using(connection):
@@ -100,7 +178,19 @@ def test_a_pipeline_of_the_callers(shop: Shop) -> None:
                 shop.ship.enqueue(Order(9))
             assert isinstance(caught.value.__cause__, psycopg.errors.UniqueViolation)
         connection.rollback()
-    assert shop.both() == ([1], [1, 4])
+    assert shop.both() == ([1], [1, 4, 6])
+
+
+@pytest.mark.databases("postgres")
+def test_a_job_is_the_first_that_is_written(shop: Shop) -> None:
+    """The driver begins its transaction with our statement."""
+    with psycopg.connect(shop.url) as connection:
+        for end in (connection.rollback, connection.commit):
+            with using(connection):
+                shop.ship.enqueue(Order(1))
+            assert shop.jobs() == []
+            end()
+    assert shop.jobs() == [1]
 
 
 # -- psycopg2 ----------------------------------------------------------------------------------------------------------
@@ -157,6 +247,17 @@ def test_isolation_levels_of_sqlalchemy(shop: Shop, driver: str, level: str) -> 
         session.commit()
     engine.dispose()
     assert shop.jobs() == [1, 4]
+
+
+@pytest.mark.databases("postgres")
+@pytest.mark.parametrize("encoding", ["LATIN1", "UTF8"])
+@pytest.mark.parametrize("key", [None, "schl\u00fcssel"])
+def test_texts_in_the_callers_encoding(shop: Shop, encoding: str, key: str | None) -> None:
+    with psycopg.connect(shop.url) as connection:
+        connection.execute(f"SET client_encoding = {encoding}")
+        with using(connection):
+            shop.queue.send("gr\u00fcn", 1, key=key)
+    assert shop.look("SELECT queue, key FROM dbqueue_jobs") == [("gr\u00fcn", key)]
 
 
 @pytest.mark.databases("postgres")

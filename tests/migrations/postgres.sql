@@ -285,7 +285,7 @@ CREATE INDEX dbqueue_schedules_next ON public.dbqueue_schedules USING btree (own
 
 CREATE UNIQUE INDEX dbqueue_schedules_pkey ON public.dbqueue_schedules USING btree (owner, name);
 
-CREATE INDEX dbqueue_schedules_unplanned ON public.dbqueue_schedules USING btree (owner) WHERE ((planned IS NULL) OR (planned <> ((spec || ' '::text) || timezone)));
+CREATE INDEX dbqueue_schedules_unplanned ON public.dbqueue_schedules USING btree (owner, updated_at) WHERE ((planned IS NULL) OR (planned <> ((spec || ' '::text) || timezone)));
 
 CREATE VIEW dbqueue_all_jobs AS
  SELECT dbqueue_jobs.id,

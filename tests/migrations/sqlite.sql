@@ -235,4 +235,4 @@ CREATE TABLE "dbqueue_schedules" (
 
 CREATE INDEX dbqueue_schedules_next ON "dbqueue_schedules" (owner, next_at) WHERE next_at IS NOT NULL;
 
-CREATE INDEX dbqueue_schedules_unplanned ON "dbqueue_schedules" (owner) WHERE planned IS NULL OR planned <> spec || ' ' || timezone;
+CREATE INDEX dbqueue_schedules_unplanned ON "dbqueue_schedules" (owner, updated_at) WHERE planned IS NULL OR planned <> spec || ' ' || timezone;

@@ -12,6 +12,7 @@ from dbqueue.clock import SECOND
 from dbqueue.database.dialect import Dialect, OwnSession, Row, Session
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Letter
+from dbqueue.ids import ZERO
 from dbqueue.mail import Mail
 from dbqueue.routing import Exchange, Queue
 
@@ -40,6 +41,8 @@ class Heard(Session):
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> list[Row]:
         self.statements.append(Statement(statement, params or {}))
+        if "max(id), count(*)" in statement:  # a batch that was not full
+            return [(LETTERS, 1)]
         return [(0,)] if statement.startswith("SELECT count(*)") else []
 
 
@@ -82,6 +85,7 @@ VERBS: Mapping[str, Verb] = {
     "revoke": lambda d, s: routing.revoke(d, s, ["t7"], SECOND),
     "revoked_among": lambda d, s: routing.revoked_among(d, s, ["t7", "t8", "t9"]),
     "waiting_messages": lambda d, s: routing.waiting_messages(d, s, "t7"),
+    "waiting_heads": lambda d, s: routing.waiting_heads(d, s, b"stamps", ZERO, LIMIT),
     "mail_post": lambda d, s: Overheard(d, s).post(Letter("events", "task", b"{}", b"", SECOND, ("bell",))),
     "mail_open": lambda d, s: Overheard(d, s).open("new"),
     "mail_begin": lambda d, s: Overheard(d, s)._begin(cast(OwnSession, s), "new"),

@@ -19,7 +19,7 @@ from dbqueue.database.tables import ClaimRequest, Held, Names, Settlement, Turn
 from dbqueue.ids import ZERO
 from dbqueue.states import State
 from tests.golden import Golden
-from tests.sql import broker
+from tests.sql import broker, scheduler
 
 FOLDER = Path(__file__).with_name("golden")
 
@@ -36,6 +36,7 @@ def of_postgres() -> dict[str, str]:
     texts = {
         "enqueue": dialect._enqueue,
         "enqueue_many": dialect._enqueue_many,
+        "enqueue_plain": dialect._enqueue_plain,
         "planning": postgres_statements.PLANNING,
         "settle_fast": step(Turn([succeeded])),
         "settle": step(Turn([acked])),
@@ -58,7 +59,7 @@ def of_postgres() -> dict[str, str]:
         and re.search(r"\{(jobs|finished|schedules|results|chords)\}", text)
     }
     filled = {name: text for name, text in named.items() if not re.search(r"\{\w+\}", text)}
-    return with_the_brokers(dialect, filled | texts | of_views(dialect) | of_locks(dialect))
+    return with_portable(dialect, filled | texts | of_views(dialect) | of_locks(dialect))
 
 
 class _Marked:
@@ -73,11 +74,12 @@ def of_sqlite() -> dict[str, str]:
         for name, text in vars(sqlite).items()
         if isinstance(text, str) and name.isupper() and not name.startswith("_") and re.search(r"\{\w+\}", text)
     }
-    return with_the_brokers(dialect, named | of_views(dialect) | of_locks(dialect))
+    return with_portable(dialect, named | of_views(dialect) | of_locks(dialect))
 
 
-def with_the_brokers(dialect: Dialect, texts: dict[str, str]) -> dict[str, str]:
-    return texts | {name: text for name, text in broker.texts(dialect).items() if text not in texts.values()}
+def with_portable(dialect: Dialect, texts: dict[str, str]) -> dict[str, str]:
+    portable = broker.texts(dialect) | scheduler.texts(dialect)
+    return texts | {name: text for name, text in portable.items() if text not in texts.values()}
 
 
 class _Heard(Session):

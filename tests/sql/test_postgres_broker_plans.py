@@ -12,12 +12,12 @@ import pytest
 from dbqueue import routing
 from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
-from dbqueue.mail import BATCH
+from dbqueue.mail import BATCH, PRUNED
 from tests.factory import opened
 from tests.servers import Server
 from tests.sql import broker
 from tests.sql.broker import EVENTS, FOLLOWERS, LETTERS, LIMIT, VERBS, Overheard, Statement, Verb, statements_of
-from tests.sql.filled import Filled
+from tests.sql.filled import Filled, fill_one_queue
 from tests.sql.filled import analysed as analysed
 from tests.sql.filled import filled_databases as filled_databases
 from tests.sql.plans import Plan, explain
@@ -100,6 +100,44 @@ def test_a_statement_finds_its_rows(big: Database, session: OwnSession, analysed
         assert plan.rows_read <= rows, (plan.rows_read, plan.root)
         assert plan.pages <= pages, (plan.pages, plan.root)
     assert {f"dbqueue_{name}" for name in indexes} <= set().union(*(plan.indexes | plan.arbiters for plan in found))
+
+
+def test_what_stops_at_its_limit_does_so_without_statistics(big: Database, session: OwnSession) -> None:
+    """Before the first ANALYZE, and after one at a time when the queue was empty, the planner would read and sort all that lies there:
+    for each declaration of a queue, and for each page of what is looked through for stamps."""
+    (ready,) = statements_of(big.dialect, VERBS["ready"])
+    plan = explain(session, ready.text, ready.params, "worker")
+    assert plan.indexes == {"dbqueue_jobs_claim"}
+    assert plan.rows_read <= LIMIT
+    (heads,) = statements_of(big.dialect, VERBS["waiting_heads"])
+    plan = explain(session, heads.text, heads.params, "worker")
+    assert [node["Node Type"] for node in plan.nodes()] == ["Limit", "Index Scan"]
+    assert plan.indexes == {"dbqueue_jobs_pkey"}
+
+
+def test_the_transport_asks_for_such_plans(fresh_db: Database) -> None:
+    """On a connection of its own; in a caller's transaction the planner is left alone."""
+    question = "SELECT idx_tup_read FROM pg_stat_all_indexes WHERE indexrelname = 'dbqueue_jobs_claim'"
+
+    def read() -> int:
+        own.execute("SELECT pg_stat_force_next_flush()")
+        return int(own.execute(question)[0][0])
+
+    with fresh_db.session() as own:
+        fill_one_queue(own, 20_000)
+        before = read()
+        assert routing.ready(fresh_db.dialect, own, "default", LIMIT) == LIMIT
+        assert read() - before <= 2 * LIMIT
+
+
+def test_a_prune_of_letters_reads_no_more_than_a_batch(big: Database, session: OwnSession) -> None:
+    """The first of the two looks for the end of a batch, of which the second one makes an index range."""
+    look, delete = statements_of(big.dialect, VERBS["mail_prune"])
+    last = LETTERS // 10
+    for plan in plans(session, [Statement(delete.text, {**delete.params, "last": last})]):
+        assert plan.indexes == {"dbqueue_mail_pkey"}
+        assert plan.rows_read <= 2 * last
+    assert f"LIMIT {PRUNED}" in look.text
 
 
 def test_a_direct_exchange_reads_its_own_bindings(big: Database, session: OwnSession, analysed: bool) -> None:

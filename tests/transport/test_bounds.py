@@ -8,9 +8,10 @@ from typing import Any
 import kombu
 import pytest
 
-from dbqueue import DBQueue, mail, routing
+from dbqueue import DBQueue, QueueError, mail, routing
 from dbqueue.clock import SECOND
 from dbqueue.database.tables import Letter
+from dbqueue.kombu_transport.housekeeping import Housekeeping
 from dbqueue.mail import Mail
 
 pytestmark = pytest.mark.req("C1")
@@ -96,6 +97,102 @@ def test_purging_and_deleting_take_all_messages(
         assert queue.counts("q")["pending"] == 1
         queue.cancel(job.id)
         assert take("other") == 2
+
+
+def refuse(queue: DBQueue, what: str, table: str, condition: str) -> Callable[[], None]:
+    """From now on the database refuses to write such a row; returns what ends that."""
+    postgres = queue.database.dialect.name == "postgresql"
+    with queue.database.session() as session:
+        if postgres:
+            session.execute(
+                "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no'; END $$"
+            )
+            session.execute(
+                f"CREATE TRIGGER no BEFORE {what} ON {table} FOR EACH ROW WHEN ({condition}) EXECUTE FUNCTION no()"
+            )
+        else:
+            session.execute(
+                f"CREATE TRIGGER no BEFORE {what} ON {table} WHEN {condition} BEGIN SELECT RAISE(ABORT, 'no'); END"
+            )
+
+    def end() -> None:
+        with queue.database.session() as session:
+            session.execute(f"DROP TRIGGER no ON {table}" if postgres else "DROP TRIGGER no")
+
+    return end
+
+
+@pytest.mark.parametrize("take", ["queue_purge", "queue_delete"])
+def test_a_long_queue_goes_in_many_transactions(
+    connect: Connect, queue: DBQueue, monkeypatch: pytest.MonkeyPatch, take: str
+) -> None:
+    """The one that fails takes nothing with it that was gone before; nor would it hold anybody up for all of them."""
+    monkeypatch.setattr(routing, "FIRST", 2)
+    monkeypatch.setattr(routing, "BATCH", 3)
+    channel = connect().channel()
+    channel.queue_declare("q")
+    for number in range(10):
+        kombu.Producer(channel).publish(number, routing_key="q", headers={"task": "t", "id": f"t{number}"})
+    end = refuse(queue, "DELETE", "dbqueue_jobs", "OLD.task_id = 't6'")
+    with pytest.raises(QueueError):
+        getattr(channel, take)("q")
+    assert queue.counts("q") == {"pending": 5}
+    end()
+    assert getattr(channel, take)("q") == 5
+    assert queue.counts("q") == {}
+
+
+def test_an_abandoned_queue_goes_in_many_transactions(
+    connect: Connect, queue: DBQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "FIRST", 2)
+    monkeypatch.setattr(routing, "BATCH", 3)
+    connection = connect()
+    channel = connection.channel()
+    channel.queue_declare("q", arguments={"x-expires": 1_000})
+    for number in range(10):
+        kombu.Producer(channel).publish(number, routing_key="q", headers={"task": "t", "id": f"t{number}"})
+    end = refuse(queue, "DELETE", "dbqueue_jobs", "OLD.task_id = 't6'")
+    database = queue.database
+    database.clock.advance(60)
+    log = Mail(database)
+    house = Housekeeping(database, log, "w")
+    for left in (5, 0):
+        with database.session() as session:
+            if left:
+                with pytest.raises(Exception, match="no"):
+                    house._sweep(session)
+            else:
+                house._sweep(session)
+        assert queue.counts("q").get("pending", 0) == left
+        assert (routing_of(queue, "q") is None) == (not left)
+        if left:
+            end()
+    log.close()
+
+
+def routing_of(queue: DBQueue, name: str) -> routing.Route | None:
+    return queue.database.read(lambda session: routing.find_queue(queue.database.dialect, session, name))
+
+
+def test_letters_that_expired_go_in_batches(log: Mail, queue: DBQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else goes: neither a letter behind them, nor one between them that lives longer."""
+    monkeypatch.setattr(mail, "PRUNED", 3)
+    log.open("q")
+    for number in range(20):
+        ttl = 3_600 if number in (4, 19) else 60
+        log.post(Letter("busy", "", b"{}", str(number).encode(), ttl * SECOND, ()))
+    log.prune()
+    queue.database.clock.advance(61)
+    with monkeypatch.context() as patch:
+        sessions: list[None] = []
+        session_of = log._session
+        patch.setattr(log, "_session", lambda given=None: sessions.append(None) or session_of(given))
+        log.prune()
+    assert len(sessions) == 7
+    with log._session() as session:
+        left = [int(bytes(row[0])) for row in session.execute("SELECT payload FROM dbqueue_mail ORDER BY id")]
+    assert left == [4, 19]
 
 
 @pytest.mark.databases("postgres")

@@ -1,15 +1,18 @@
-"""What other programs do with a Celery broker: Flower, the `celery` command's clients, OpenTelemetry's instrumentation. All of them
-are started as their users start them, unchanged (C1, C11)."""
+"""What other programs do with a Celery broker: Flower, the `celery` command's clients, OpenTelemetry's instrumentation, Sentry's client.
+All of them are started as their users start them, unchanged (C1, C11)."""
 
 from __future__ import annotations
 
+import gzip
+import http.server
 import json
 import os
 import signal
 import socket
+import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import celery
@@ -204,6 +207,112 @@ def test_a_trace_goes_from_the_publisher_through_all_tasks(make_shop: MakeShop, 
     assert set(ran.values()) == set(published), "each task has the publishing of its own message as its parent"
     (first,) = (span for kind, name, _, span, _ in spans if (kind, name) == ("CONSUMER", "run/shop.fan"))
     assert sorted(published.values()) == ["0", first, first, first]
+
+
+SENTRY = """
+import sentry_sdk
+from sentry_sdk.integrations.celery import CeleryIntegration
+
+sentry_sdk.init(dsn={dsn!r}, traces_sample_rate=1.0, integrations=[CeleryIntegration()])
+
+@app.task(shared=False, bind=True, max_retries=1, retry_backoff=False)
+def broken(self):
+    note(f"broken {{self.request.retries}}")
+    try:
+        raise ValueError("as planned")
+    except ValueError as error:
+        raise self.retry(exc=error, countdown=0)
+"""
+SHOPPING = """
+import sentry_sdk, shop
+with sentry_sdk.start_transaction(op="test", name="shopping"):
+    shop.fan.delay(1)
+    shop.broken.delay()
+"""
+
+
+class Sentry:
+    """What Sentry's client sends, taken by an HTTP server of the test's own."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        """Events and transactions, as they came."""
+        keep = self._keep
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                keep(gzip.decompress(body) if self.headers["Content-Encoding"] == "gzip" else body)
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *arguments: Any) -> None: ...
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.dsn = f"http://key@127.0.0.1:{self._server.server_address[1]}/1"
+
+    def _keep(self, envelope: bytes) -> None:
+        """A line of JSON about the whole, and then for each item one about it and its body, which has no line breaks in these kinds."""
+        _, *lines = envelope.split(b"\n")
+        for about, body in zip(lines[::2], lines[1::2], strict=False):
+            if json.loads(about)["type"] in ("event", "transaction"):
+                self.items.append(json.loads(body))
+
+    def named(self, name: str, kind: str | None = "transaction") -> list[dict[str, Any]]:
+        return [item for item in self.items if item.get("transaction") == name and item.get("type") == kind]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def sentry() -> Iterator[Sentry]:
+    sentry = Sentry()
+    yield sentry
+    sentry.close()
+
+
+@pytest.mark.soak
+@pytest.mark.req("C11")
+def test_sentry_hears_of_the_errors_and_traces_all_tasks(make_shop: MakeShop, queue: DBQueue, sentry: Sentry) -> None:
+    """Its Celery integration in a publisher and in a worker. An error is told once, by the last retry, with its task; and all of them
+    belong to the trace of who published them."""
+    need_package("sentry_sdk")
+    shop = make_shop(more=SENTRY.format(dsn=sentry.dsn))
+    worker = shop.worker(size=2)
+    shop.ended(shop.python("-c", SHOPPING))
+    wait_for(lambda: queue.counts("shop") == {"acked": 6}, 30, "not all were acked")
+    worker.send_signal(signal.SIGTERM)  # it sends what is left
+    shop.ended(worker)
+    wanted = {"shopping": 1, "shop.fan": 1, "shop.add": 3, "shop.broken": 2}
+    assert {name: len(sentry.named(name)) for name in wanted} == wanted
+    transactions = [transaction for name in wanted for transaction in sentry.named(name)]
+    (error,) = sentry.named("shop.broken", None)
+    traces = {item["contexts"]["trace"]["trace_id"] for item in (*transactions, error)}
+    assert len(traces) == 1
+    assert [(e["type"], e["value"]) for e in error["exception"]["values"]][-1] == ("ValueError", "as planned")
+    assert error["extra"]["celery-job"]["task_name"] == "shop.broken"
+
+    published = {
+        span["span_id"]: span
+        for each in transactions
+        for span in each["spans"]
+        if span["op"].startswith("queue.submit")
+    }
+    for transaction in transactions[1:]:
+        trace = transaction["contexts"]["trace"]
+        assert trace["op"] == "queue.task.celery"
+        assert trace["parent_span_id"] in published, "its parent is the publishing of its message"
+        (process,) = (span for span in transaction["spans"] if span["op"] == "queue.process")
+        assert process["data"]["messaging.system"] == "dbqueue"
+        assert process["data"]["messaging.destination.name"] == "shop"
+        assert 0 <= process["data"]["messaging.message.receive.latency"] < 60_000
+    publishing = [span for each in transactions for span in each["spans"] if span["op"] == "queue.publish"]
+    assert {span["data"]["messaging.system"] for span in publishing} == {"dbqueue"}
 
 
 BATCHES = """

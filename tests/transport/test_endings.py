@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import kombu
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from dbqueue import DBQueue
 from dbqueue.clock import SECOND
 from dbqueue.kombu_transport.ledger import LONGEST_WAIT, REQUEUES_AT_ONCE
+from dbqueue.kombu_transport.station import MOST_LAPSES
+from tests.factory import set_columns
 from tests.transport.shops import Shop
 from tests.waiting import wait_for
 
@@ -143,6 +146,39 @@ def test_a_task_that_kills_its_children_ends_dead(make_shop: MakeShop, queue: DB
     (record,) = queue.jobs(queue="shop", state="dead")
     assert (record.attempt, record.lapses, record.error_kind) == (5, 0, "rejected")
     assert worker.poll() is None
+
+
+def held_again(connect: Connect, queue: DBQueue, *, attempt: int, lapses: int, **options: Any) -> Any:
+    """A channel whose queue ``q`` has one message that was delivered so often before."""
+    channel = connect(**options).channel()
+    kombu.Queue("q", routing_key="q")(channel).declare()
+    kombu.Producer(channel).publish(1, routing_key="q")
+    set_columns(queue.database, queue.jobs(queue="q")[0].id.bytes, attempt=attempt, lapses=lapses)
+    return channel
+
+
+def put_back(channel: Any, queue: DBQueue) -> None:
+    channel.basic_get("q").requeue()
+    wait_for(lambda: queue.counts("q").get("running", 0) == 0, 10)
+
+
+def test_without_a_limit_a_message_may_be_put_back_for_ever(connect: Connect, queue: DBQueue) -> None:
+    put_back(held_again(connect, queue, attempt=1_000_000, lapses=MOST_LAPSES - 1), queue)
+    assert queue.counts("q") == {"pending": 1}
+    assert waiting(queue) == (1_000_001, LONGEST_WAIT)
+
+
+def test_lost_leases_count_neither_for_the_wait_nor_for_the_limit(connect: Connect, queue: DBQueue) -> None:
+    channel = held_again(connect, queue, attempt=7, lapses=7, delivery_limit=4)
+    for _ in range(2):
+        put_back(channel, queue)
+        assert waiting(queue) is None
+    put_back(channel, queue)
+    assert waiting(queue) == (10, 2)
+    make_due(queue)
+    wait_for(lambda: queue.counts("q") == {"pending": 1} and waiting(queue) is None, 10)
+    put_back(channel, queue)
+    assert queue.counts("q") == {"dead": 1}
 
 
 @pytest.mark.parametrize("how", ["requeued", "recovered"])

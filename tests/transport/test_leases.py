@@ -236,6 +236,60 @@ def test_an_outage_longer_than_a_lease_is_told(postgres: Server, connect: Connec
         postgres.start()
 
 
+@pytest.mark.databases("postgres")
+@pytest.mark.parametrize("claimed", ["before the look", "during the look"])
+def test_a_reconnect_hands_back_nothing_that_is_being_fetched(
+    connect: Connect, queue: DBQueue, monkeypatch: pytest.MonkeyPatch, claimed: str
+) -> None:
+    """The process's own thread looks for claims whose answer was lost, while another thread's has just come and is not noted yet: the
+    message would go to two."""
+    connection = connect()
+    channel = connection.channel()
+    declared(channel)
+    publish(channel, 1, 2)
+    held = channel.basic_get("q")  # so the thread has a session
+    station, dialect = channel.station, channel.station.dialect
+    wait_for(lambda: station._connection.session, 10)
+    turn, release = dialect.turn, dialect.release_unknown
+    looking, fetched, looked = threading.Event(), threading.Event(), threading.Event()
+
+    def lose_the_connection() -> None:
+        pid = station._connection.session.connection.info.backend_pid
+        with queue.database.session() as session:
+            session.execute(f"SELECT pg_terminate_backend({pid})")
+        station.wake()
+
+    def fetching(session: Any, request: Any) -> Any:
+        result = turn(session, request)
+        if threading.current_thread() is threading.main_thread():
+            fetched.set()
+            if claimed == "before the look" and not looked.is_set():
+                lose_the_connection()
+                assert looked.wait(30)
+        return result
+
+    def releasing(session: Any, worker: str, known: Any) -> int:
+        looking.set()
+        assert fetched.wait(30)
+        count = release(session, worker, known)
+        looked.set()
+        return count
+
+    monkeypatch.setattr(dialect, "turn", fetching)
+    monkeypatch.setattr(dialect, "release_unknown", releasing)
+    if claimed == "during the look":
+        lose_the_connection()
+        assert looking.wait(30)
+    message = channel.basic_get("q")
+    assert looked.is_set()
+    assert queue.counts("q") == {"running": 2}
+    assert connect(lease=50).channel().basic_get("q") is None
+    for each in (held, message):
+        each.ack()
+    wait_for(lambda: queue.counts("q") == {"acked": 2}, 10)
+    assert {record.attempt for record in queue.jobs(queue="q")} == {1}
+
+
 def _publish_again(connection: kombu.Connection) -> None:
     """As Celery publishes: kombu's own retry policy."""
     producer = kombu.Producer(connection)

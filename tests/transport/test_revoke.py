@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sqlite3
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ from celery.canvas import StampingVisitor, chord
 from celery.exceptions import ChordError, TaskRevokedError
 
 from dbqueue import DBQueue, routing
+from dbqueue.kombu_transport import publishing
 from dbqueue.kombu_transport.publishing import REVOKED_FOR
 from tests.transport.shops import Shop
 from tests.waiting import wait_for
@@ -164,6 +166,39 @@ def test_stamped_messages_end_cancelled_at_once(make_shop: MakeShop, queue: DBQu
         assert ends(queue, result.id) == CANCELLED
     for result in kept:
         assert ends(queue, result.id) == [("pending", None)]
+
+
+def test_what_many_tasks_are_revoked_by_is_many_transactions(
+    make_shop: MakeShop, queue: DBQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all of them are revoked: by their ids, and by a stamp that all carry, page by page."""
+    monkeypatch.setattr(publishing, "REVOKED_AT_ONCE", 3)
+    monkeypatch.setattr(publishing, "HEADS_AT_ONCE", 4)
+    transactions: list[None] = []
+    do = publishing.Publisher._do
+    monkeypatch.setattr(
+        publishing.Publisher, "_do",
+        lambda self, verb, *, write, joins=True: (
+            transactions.append(None) if isinstance(verb, partial) else None, do(self, verb, write=write, joins=joins)
+        )[1],
+    )  # fmt: skip
+    shop = make_shop()
+    add, control = shop.app.add, shop.app.app.control
+    by_id = [add.delay(n, n) for n in range(7)]
+    by_stamp = [stamped(add.si(n, n), "a").delay() for n in range(10)]
+    kept = [stamped(add.si(0, 0), "b").delay(), add.delay(0, 0)]
+    transactions.clear()
+    control.revoke([result.id for result in by_id])
+    assert len(transactions) == 3
+    control.revoke_by_stamped_headers({"mark": ["a"]})
+    assert len(transactions) == 7
+    for result in by_id + by_stamp:
+        assert ends(queue, result.id) == CANCELLED
+    for result in kept:
+        assert ends(queue, result.id) == [("pending", None)]
+    assert tombstones(queue, *(result.id for result in by_id)) == {result.id for result in by_id}
+    dialect = queue.database.dialect
+    assert queue.database.read(lambda s: routing.revoked_stamps(dialect, s)) == ['["mark", "a"]']
 
 
 # -- and then a worker -------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-DELETE FROM "public"."dbqueue_jobs" WHERE state = 0 AND id IN (SELECT id FROM "public"."dbqueue_jobs" WHERE queue = %(name)s AND ready_at IS NOT NULL AND head IS NOT NULL ORDER BY priority, ready_at, id LIMIT 100 FOR UPDATE SKIP LOCKED)
+DELETE FROM "public"."dbqueue_jobs" WHERE state = 0 AND id = ANY(ARRAY( SELECT id FROM "public"."dbqueue_jobs" WHERE queue = %(name)s AND ready_at IS NOT NULL AND head IS NOT NULL ORDER BY priority, ready_at, id LIMIT 100 FOR UPDATE SKIP LOCKED ))

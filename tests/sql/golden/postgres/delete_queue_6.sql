@@ -1,1 +1,1 @@
-DELETE FROM "public"."dbqueue_jobs" WHERE state = 0 AND id IN (SELECT id FROM "public"."dbqueue_jobs" WHERE queue = %(name)s AND state = 0 AND ready_at IS NULL AND head IS NOT NULL ORDER BY run_at, id LIMIT 100 FOR UPDATE SKIP LOCKED)
+DELETE FROM "public"."dbqueue_jobs" WHERE state = 0 AND id = ANY(ARRAY( SELECT id FROM "public"."dbqueue_jobs" WHERE queue = %(name)s AND state = 0 AND ready_at IS NULL AND head IS NOT NULL ORDER BY run_at, id LIMIT 100 FOR UPDATE SKIP LOCKED ))

@@ -1,1 +1,1 @@
-DELETE FROM "public"."dbqueue_mail" WHERE expires_at <= ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint)
+SELECT max(id), count(*) FROM (SELECT id FROM "public"."dbqueue_mail" WHERE id > %(after)s AND expires_at <= ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint) ORDER BY id LIMIT 5000) expired

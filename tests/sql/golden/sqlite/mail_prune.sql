@@ -1,1 +1,1 @@
-DELETE FROM "dbqueue_mail" WHERE expires_at <= (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset)
+SELECT max(id), count(*) FROM (SELECT id FROM "dbqueue_mail" WHERE id > :after AND expires_at <= (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset) ORDER BY id LIMIT 5000) expired

@@ -1,0 +1,1 @@
+DELETE FROM "public"."dbqueue_schedules" WHERE owner = %(owner)s AND name = %(name)s

@@ -1,0 +1,1 @@
+UPDATE "public"."dbqueue_schedules" SET planned = NULL, error = NULL, last_slot = ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint), updated_at = ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint) WHERE owner = %(owner)s AND name = %(name)s

@@ -1,0 +1,1 @@
+SELECT owner, name, spec, timezone, catch_up, max_age, paused, retired, static, digest, target, queue, payload, fingerprint, key, priority, max_attempts, timeout_ms, on_crash, anchor, last_slot, next_at, planned, fired, fired_at, error, created_at, updated_at FROM "dbqueue_schedules" WHERE owner = :owner AND next_at <= :now ORDER BY next_at LIMIT 500

@@ -1,0 +1,1 @@
+DELETE FROM "dbqueue_schedules" WHERE owner = :owner AND name = :name
