@@ -1,8 +1,55 @@
-"""dbqueue targets as Celery call sites, and a Celery app's tasks as dbqueue targets.
+"""Celery's call sites without Celery: functions declared as tasks, whose calls are dbqueue's jobs.
 
-This is the only room that knows both sides: everything below it (`dbqueue`) runs without Celery installed, apart from
-the doors that Celery itself opens (its transport, result backend and beat scheduler). It is a package of its own so
-that importing `dbqueue` can never import Celery by accident.
+    queue = DBQueue("postgresql://shop@db/shop")
+    bridge = Bridge(queue)
 
-Nothing is public here yet; call sites, app discovery and the task runner move in with a later release.
+    @bridge.task(bind=True, max_retries=5)
+    def send_receipt(self, order_id): ...
+
+    with dbqueue.using(session):
+        send_receipt.delay(order.id)        # commits with the order, or not at all
+
+``dbqueue worker -A shop.jobs`` runs them, like every target of the queue. Neither Celery nor Kombu is imported, or needed. What
+cannot be kept durable raises ``NotSupported``. docs/bridge.md says what is as in Celery and what is not.
+
+Celery's exceptions that a task raises or meets are here under their names: Retry, MaxRetriesExceededError, SoftTimeLimitExceeded,
+Ignore, Reject.
 """
+
+from celery_bridge.bridge import Bridge, chain, chord, chunks, group, shared_task
+from celery_bridge.declared import Task
+from celery_bridge.request import (
+    Ignore,
+    MaxRetriesExceededError,
+    Reject,
+    Request,
+    Retry,
+    SoftTimeLimitExceeded,
+    TaskError,
+)
+from celery_bridge.results import AsyncResult, EagerResult
+from celery_bridge.signatures import Signature
+from dbqueue.errors import InvalidPayload, NotSupported, UnknownTarget
+
+__all__ = [
+    "AsyncResult",
+    "Bridge",
+    "EagerResult",
+    "Ignore",
+    "InvalidPayload",
+    "MaxRetriesExceededError",
+    "NotSupported",
+    "Reject",
+    "Request",
+    "Retry",
+    "Signature",
+    "SoftTimeLimitExceeded",
+    "Task",
+    "TaskError",
+    "UnknownTarget",
+    "chain",
+    "chord",
+    "chunks",
+    "group",
+    "shared_task",
+]

@@ -354,6 +354,15 @@ class RetryLater(JobError):
         self.delay = delay
 
 
+class GoOn(RetryLater):
+    """Raised by the handlers of a door (``celery_bridge``): this run did its part, and the same job goes on after ``delay`` seconds
+    with ``payload`` in the place of its own. No failure, so it takes nothing from the attempts that the job has left."""
+
+    def __init__(self, message: str, payload: bytes, *, delay: float) -> None:
+        super().__init__(message, delay=delay)
+        self.payload = payload
+
+
 class Bury(JobError):
     """Raised by a handler: the job is dead now, whatever attempts are left."""
 

@@ -85,6 +85,12 @@ class CorruptPayload(QueueError):
     code = Code.CORRUPT_PAYLOAD
 
 
+class SchemaMismatch(CorruptPayload):
+    """A stored payload was written for another signature than the code has now (D9). The job is not run and goes to blocked."""
+
+    code = Code.SCHEMA_MISMATCH
+
+
 @dataclass(frozen=True)
 class PayloadSchema:
     """What one target's payload looks like. Immutable, and safe to share between threads."""
@@ -159,6 +165,24 @@ def schema_of(record_type: type | None, *, target: str) -> PayloadSchema:
     return PayloadSchema(target, record_type, canonical, fingerprint, shape, msgspec.json.Decoder(shape.wire))
 
 
+def json_copy(target: str, argument: str, value: object) -> Any:
+    """A checked copy of one argument of a call, which may be any JSON value: None, bool, int, float, str, and lists and dicts of these.
+    A tuple becomes a list. Raises InvalidPayload naming target, argument and the kind of value (D10: never the value);
+    TargetIsNotAValue for a job target in it (D3)."""
+    try:
+        return _json(value)
+    except _Refused as refused:
+        error = TargetIsNotAValue if refused.is_target else InvalidPayload
+        raise error(f"target {target!r}: argument {argument + refused.path!r}: {refused}") from None
+    except RecursionError:
+        raise InvalidPayload(f"target {target!r}: argument {argument!r}: nested too deeply, or in itself") from None
+
+
+def names_a_secret(name: str, annotation: object = None) -> bool:
+    """Whether an argument of this name would store a secret (D10), unless its type says that it is only about one."""
+    return _names_a_secret(name, annotation if isinstance(annotation, str) else getattr(annotation, "__name__", ""))
+
+
 def any_json(target: str) -> PayloadSchema:
     """The schema of payloads that are any JSON value, as ``encode_json`` writes them."""
     canonical = json.dumps({"format": _FORMAT, "input": "any"}, separators=(",", ":"), sort_keys=True)
@@ -228,6 +252,26 @@ def _exact(kind: type, fits: Callable[[Any], bool] | None = None, otherwise: str
         return value
 
     return pack
+
+
+def _json(value: Any) -> Any:
+    kind = type(value)
+    if kind in (str, int, bool, float, type(None)):
+        return _SCALARS[kind].pack(value)
+    if kind is list or kind is tuple:
+        return [_inside(item, "[]") for item in value]
+    if kind is dict:
+        return {_inside(key, "{}", str): _inside(item, "{}") for key, item in value.items()}
+    if hasattr(kind, "__mapper__") or hasattr(kind, "__table__") or _is_django(kind):
+        raise _Refused("an ORM model; give its id, and load it where the job runs")
+    raise _mismatch("None, bool, int, float, str, or a list or dict of these", value)
+
+
+def _inside(value: Any, step: str, kind: type | None = None) -> Any:
+    try:
+        return _json(value) if kind is None else _SCALARS[kind].pack(value)
+    except _Refused as refused:
+        raise refused.under(step) from None
 
 
 def _is_utf8(value: str) -> bool:

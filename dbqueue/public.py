@@ -46,7 +46,7 @@ from dbqueue.errors import (
 )
 from dbqueue.locks import Lock
 from dbqueue.outbox import Outbox, OutboxMessage
-from dbqueue.payload import CorruptPayload, ModelId
+from dbqueue.payload import CorruptPayload, ModelId, SchemaMismatch
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff, Delays
 from dbqueue.runtime.context import JobContext, Port, current_job
@@ -103,6 +103,7 @@ __all__ = [
     "Schedule",
     "ScheduleConflict",
     "ScheduleNotFound",
+    "SchemaMismatch",
     "SchemaMissing",
     "SchemaOutdated",
     "SchemaTooNew",

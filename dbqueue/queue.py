@@ -174,12 +174,16 @@ class DBQueue:
                 handler, writer=self, name=name, namespace=dict(namespace), max_attempts=max_attempts, timeout=timeout, queue=queue,
                 priority=priority, retry_policy=retry, on_crash=on_crash,
             )  # fmt: skip
-            if target.name in self._targets:
-                raise InvalidTarget(f"target {target.name!r} is declared twice; give one of them another name=")
-            self._targets[target.name] = target
+            self.add(target)
             return target
 
         return cast(Declare, decorate)
+
+    def add(self, target: Target[Any]) -> None:
+        """Registers a target that a door has made, for the workers of this queue. Raises InvalidTarget if its name is taken."""
+        if target.name in self._targets:
+            raise InvalidTarget(f"target {target.name!r} is declared twice; give one of them another name=")
+        self._targets[target.name] = target
 
     # -- enqueueing --------------------------------------------------------------------------------------------------
 
@@ -356,14 +360,14 @@ class DBQueue:
         return self._read(lambda dialect, session: views.get(dialect, session, raw, with_payload=with_payload))
 
     def jobs(
-        self, *, state: str | None = None, queue: str | None = None, target: str | None = None, key: str | None = None, limit: int = 100,
-        offset: int = 0,
+        self, *, state: str | None = None, queue: str | None = None, target: str | None = None, key: str | None = None,
+        task_id: str | None = None, limit: int = 100, offset: int = 0,
     ) -> list[JobRecord]:  # fmt: skip
         """Jobs that match everything given, those changed last first."""
         states = () if state is None else (parse_state(state),)
         return self._read(
             lambda d, s: views.find(
-                d, s, states=states, queue=queue, target=target, key=key, limit=limit, offset=offset
+                d, s, states=states, queue=queue, target=target, key=key, task_id=task_id, limit=limit, offset=offset
             )
         )
 

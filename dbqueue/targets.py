@@ -21,7 +21,7 @@ from uuid import UUID
 from dbqueue import clock, ids, retry
 from dbqueue.database.tables import NewJob, stored_priority
 from dbqueue.errors import InvalidArgument, InvalidTarget, QueueError, TargetIsNotAValue
-from dbqueue.payload import PayloadSchema, encode_json, schema_of
+from dbqueue.payload import encode_json, schema_of
 from dbqueue.settings import RESERVED_PREFIX, check_key, check_name, check_target_policy, describe
 from dbqueue.states import OnCrash, State
 
@@ -112,6 +112,19 @@ class Policy:
     priority: int
     on_crash: OnCrash
     retry: retry.Retry | None
+    one_try: bool = False
+    """An error or a timeout ends the job (Celery's rule); it runs again only after a crash, or when the handler asks for it."""
+
+
+class Schema(Protocol):
+    """What a target asks of the type of its payloads: a ``PayloadSchema``, or what a door has in its place."""
+
+    @property
+    def record(self) -> type | None: ...
+    @property
+    def fingerprint(self) -> bytes: ...
+    def encode(self, value: object, /) -> bytes: ...
+    def decode(self, data: bytes, /) -> Any: ...
 
 
 class Writer(Protocol):
@@ -127,9 +140,7 @@ class Target(Generic[P]):
     done: ClassVar[State] = State.SUCCEEDED
     """How a job ends whose handler returned."""
 
-    def __init__(
-        self, name: str, handler: Callable[..., Any], schema: PayloadSchema, policy: Policy, writer: Writer
-    ) -> None:
+    def __init__(self, name: str, handler: Callable[..., Any], schema: Schema, policy: Policy, writer: Writer) -> None:
         self.name, self.handler, self.schema, self.policy = name, handler, schema, policy
         self.is_async = inspect.iscoroutinefunction(handler)
         self._writer = writer

@@ -670,6 +670,7 @@ class Postgres:
             "summaries": [s.summary for s in settlements],
             "delays": [s.delay for s in settlements],
             "refunds": [int(s.refund) for s in settlements],
+            "payloads": [s.payload for s in settlements],
             "keep": self.keep,
         }
 

@@ -235,7 +235,8 @@ FROM gone
 SETTLE = f"""
 WITH asked AS MATERIALIZED (
   SELECT * FROM unnest(%(ids)s::uuid[], %(tokens)s::uuid[], %(states)s::smallint[], %(kinds)s::text[], %(summaries)s::text[],
-    %(delays)s::bigint[], %(refunds)s::integer[]) AS a(id, token, state, error_kind, error_summary, delay, refund)),
+    %(delays)s::bigint[], %(refunds)s::integer[], %(payloads)s::bytea[])
+    AS a(id, token, state, error_kind, error_summary, delay, refund, payload)),
 locked AS MATERIALIZED (
   SELECT j.id, j.token, j.state, j.lease_until FROM {{jobs}} j WHERE j.id = ANY(%(ids)s::uuid[]) ORDER BY j.id FOR UPDATE SKIP LOCKED),
 clock AS MATERIALIZED (SELECT count(*) AS locked, {NOW} AS now FROM locked),
@@ -244,6 +245,7 @@ owned AS MATERIALIZED (
   WHERE l.state = 1 AND l.token = a.token AND l.lease_until > c.now),
 gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(SELECT id FROM owned WHERE state > 3)) RETURNING {_GONE}),
 again AS (UPDATE {{jobs}} j SET state = o.state, lease_until = NULL, attempt = j.attempt - o.refund,
+    payload = COALESCE(o.payload, j.payload), max_attempts = j.max_attempts + CASE WHEN o.payload IS NULL THEN 0 ELSE 1 END,
     error_kind = COALESCE(o.error_kind, j.error_kind),
     error_summary = CASE WHEN o.error_kind IS NULL THEN j.error_summary ELSE o.error_summary END,
     run_at = CASE WHEN o.state = 0 AND o.delay >= 0 AND (o.refund = 0 OR o.delay > 0) THEN o.now + o.delay ELSE j.run_at END,

@@ -184,7 +184,8 @@ IN_PLACE = -1
 
 class Settlement(Struct, frozen=True, gc=False):
     """What an executor says about a claim it holds: an ended state, BLOCKED, or PENDING (again after ``delay`` microseconds, or
-    IN_PLACE). ``refund`` gives the attempt back: nothing of the job was executed."""
+    IN_PLACE). ``refund`` gives the attempt back: nothing of the job was executed. ``payload``: the job goes on with this one, and
+    may have one attempt more: the one that ends here did what it was to do."""
 
     id: bytes
     token: bytes
@@ -194,6 +195,7 @@ class Settlement(Struct, frozen=True, gc=False):
     summary: str | None = None
     delay: int = 0
     refund: bool = False
+    payload: bytes | None = None
 
     @property
     def plain(self) -> bool:

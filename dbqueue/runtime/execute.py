@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from dbqueue.database.tables import ClaimedRow
-from dbqueue.errors import Bury, RetryLater, summary_of
+from dbqueue.errors import Bury, GoOn, RetryLater, summary_of
 from dbqueue.payload import CorruptPayload
 from dbqueue.runtime.context import JobContext, enter, leave
 from dbqueue.states import Kind, State
@@ -36,7 +36,7 @@ class Work:
 
 class Outcome(Struct, frozen=True):
     """How one run ended, as far as the handler can say: SUCCEEDED, BLOCKED, DEAD, or PENDING for "failed, try again". The loop knows the
-    policy and decides. ``delay`` (microseconds) is the handler's own wish."""
+    policy and decides. ``delay`` (microseconds) is the handler's own wish, and so is ``payload``, with which the job goes on."""
 
     work: Work
     state: State
@@ -44,6 +44,7 @@ class Outcome(Struct, frozen=True):
     summary: str | None
     duration: float
     delay: int | None = None
+    payload: bytes | None = None
 
 
 def execute(work: Work) -> Outcome:
@@ -106,16 +107,17 @@ def _prepared(work: Work) -> Callable[[], Any] | Outcome:
     try:
         payload = target.schema.decode(work.row.payload)
     except CorruptPayload as error:
-        return Outcome(work, State.BLOCKED, Kind.CORRUPT_PAYLOAD, summary_of(error), 0.0)
+        return Outcome(work, State.BLOCKED, Kind(error.code.value), summary_of(error), 0.0)
     return target.handler if target.schema.record is None else partial(target.handler, payload)
 
 
 def _failure(work: Work, error: BaseException, began: float) -> Outcome:
-    state, kind, delay = State.PENDING, Kind.FAILED, None
+    state, kind, delay, payload = State.PENDING, Kind.FAILED, None, None
     if isinstance(error, Bury):
         state, kind = State.DEAD, Kind.REJECTED
     elif isinstance(error, RetryLater):
         delay = wish(error.delay)
+        payload = error.payload if isinstance(error, GoOn) else None
     elif isinstance(error, asyncio.CancelledError) and work.context.is_cancelled:
         # Where it stopped is no news: it did as it was told.
         log.warning("job %s %s was cancelled in attempt %d", work.context.id, work.row.target, work.row.attempt)
@@ -123,4 +125,7 @@ def _failure(work: Work, error: BaseException, began: float) -> Outcome:
         # The log may say more than the row does (D10).
         name, attempt = work.row.target, work.row.attempt
         log.warning("job %s %s raised in attempt %d", work.context.id, name, attempt, exc_info=error)
-    return Outcome(work, state, kind, summary_of(error), time.monotonic() - began, delay)
+        # One that was told to stop may have failed of just that: then it counts as any other, or is handed back.
+        if work.target is not None and work.target.policy.one_try and not work.context.is_cancelled:
+            state = State.DEAD
+    return Outcome(work, state, kind, summary_of(error), time.monotonic() - began, delay, payload)

@@ -40,7 +40,7 @@ from uuid import UUID
 
 from dbqueue import ids
 from dbqueue.database.tables import ClaimedRow
-from dbqueue.errors import ConfigError
+from dbqueue.errors import ConfigError, QueueError
 from dbqueue.outbox import PREFIX
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.deliver import OutboxTarget
@@ -121,6 +121,7 @@ class Answer:
     delay: int | None
     noticed: bool
     memory: int
+    payload: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -353,7 +354,9 @@ class ProcessSlots:
                 child.leaving = True
         if work is not None and not work.abandoned:
             work.context.noticed = answer.noticed
-            self._done.append(Outcome(work, answer.state, answer.kind, answer.summary, answer.duration, answer.delay))
+            self._done.append(
+                Outcome(work, answer.state, answer.kind, answer.summary, answer.duration, answer.delay, answer.payload)
+            )
         if child.leaving:
             self._send(child, None)
 
@@ -438,6 +441,38 @@ def address(target: Target[Any]) -> tuple[str, str]:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         module = spec.name if spec else module
     return module, attribute
+
+
+def check_address(target: Target[Any]) -> None:
+    """Raises ConfigError for a target that a child would not find, so that this is known before its first job comes."""
+    module, attribute = address(target)
+    loaded = sys.modules.get(module)
+    if loaded is None or isinstance(target, OutboxTarget):
+        return
+    found = None
+    with suppress(AttributeError):
+        found = _target_of(_at(loaded, attribute))
+    if found is not target:
+        raise ConfigError(
+            f"target {target.name!r}: a child process looks for it as {module}:{attribute}, and something else is there; assign what "
+            "the declaration returns to that name, or use thread slots (-P threads)"
+        )
+
+
+def _at(module: Any, attribute: str) -> Any:
+    found = module
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _target_of(found: Any) -> Any:
+    """Of a door's call site its target, if it has one by now; else what was found."""
+    if isinstance(found, Target):
+        return found
+    with suppress(QueueError):
+        return getattr(found, "target", found)
+    return None
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
@@ -546,12 +581,11 @@ def _run(order: Order, current: Current) -> Answer:
     assert current.context is not None
     found: Any = None
     with suppress(ImportError, AttributeError):
-        found = importlib.import_module(order.module)
-        for name in order.attribute.split("."):
-            found = getattr(found, name)
+        found = _at(importlib.import_module(order.module), order.attribute)
     if order.target.startswith(PREFIX) and callable(found):
         found = OutboxTarget(order.target, found, (order.module, order.attribute))
         current.context.on_beat = partial(current.say, Beat(order.job_id, order.attempt))
+    found = _target_of(found)
     if not isinstance(found, Target) or found.name != order.target:
         return Answer(State.BLOCKED, Kind.UNKNOWN_TARGET, None, 0.0, None, False, 0)
     row = ClaimedRow(
@@ -567,6 +601,7 @@ def _run(order: Order, current: Current) -> Answer:
         outcome.delay,
         current.context.noticed,
         memory_kib(),
+        outcome.payload,
     )
 
 

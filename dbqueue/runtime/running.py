@@ -96,6 +96,14 @@ def blocked(row: ClaimedRow, kind: Kind, summary: str | None = None) -> Settleme
     return Settlement(row.id, row.token, State.BLOCKED, row.queue, kind, summary, refund=True)
 
 
+def outdated(row: ClaimedRow, lease: int) -> Settlement | None:
+    """The end of a job that expired before it was claimed; ``lease`` (microseconds) is what the claim asked for, so that the time of
+    the claim is known by the database's clock. A run that has begun may end when it will."""
+    if row.expires_at is None or row.expires_at > row.lease_until - lease:
+        return None
+    return Settlement(row.id, row.token, State.CANCELLED, row.queue, Kind.EXPIRED)
+
+
 def released(row: ClaimedRow) -> Settlement:
     return Settlement(row.id, row.token, State.PENDING, row.queue, Kind.RELEASED, refund=True)
 
@@ -109,7 +117,8 @@ def failed(
     delay: int | None = None,
 ) -> Settlement:
     """Pending again after ``delay`` microseconds (None: as the target says), or dead with the last attempt."""
-    if row.attempt >= row.max_attempts:
+    one_try = target is not None and target.policy.one_try and kind is Kind.TIMEOUT
+    if one_try or row.attempt >= row.max_attempts:
         return Settlement(row.id, row.token, State.DEAD, row.queue, kind, summary)
     policy = (target.policy.retry if target else None) or default
     wait = policy.delay_us(row.attempt) if delay is None else delay
@@ -139,6 +148,9 @@ def decide(running: Running, outcome: Outcome, default: Backoff, *, stopping: bo
         return failed(row, target, default, Kind.TIMEOUT)
     if (stopping or running.expired) and running.work.context.noticed and state in (State.SUCCEEDED, State.PENDING):
         return released(row)  # it stopped half-way because we asked it to
+    if state is State.PENDING and outcome.payload is not None:
+        kind, delay = outcome.kind, outcome.delay or 0
+        return Settlement(row.id, row.token, state, row.queue, kind, outcome.summary, delay, payload=outcome.payload)
     if state is State.PENDING:
         return failed(row, target, default, outcome.kind or Kind.FAILED, outcome.summary, outcome.delay)
     if state is State.SUCCEEDED and target is not None:

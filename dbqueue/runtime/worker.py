@@ -36,8 +36,8 @@ from dbqueue.runtime.connection import SWEEP_PAUSE, Connection
 from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
 from dbqueue.runtime.options import WorkerOptions
-from dbqueue.runtime.processes import ChildOptions, ProcessSlots, address
-from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, released
+from dbqueue.runtime.processes import ChildOptions, ProcessSlots, check_address
+from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, outdated, released
 from dbqueue.runtime.shutdown import stop_on_signals
 from dbqueue.runtime.slots import Slots, ThreadSlots
 from dbqueue.runtime.stopping import Stopping
@@ -82,7 +82,7 @@ class Worker:
         self.targets.update(self.outboxes)
         if self.options.pool != "threads":
             for target in self.targets.values():
-                address(target)  # one that a child cannot find is refused now, not when its job comes
+                check_address(target)  # one that a child cannot find is refused now, not when its job comes
         size = job_settings.workers if self.options.slots is None else self.options.slots
         self.lease = self._lease_us(job_settings)
         self.poll = job_settings.poll_ms / 1000
@@ -352,6 +352,8 @@ class Worker:
         kind = obstacle(row, target, self._longest)
         if kind is not None:
             self.claims.end(running, blocked(row, kind))
+        elif (end := outdated(row, self.lease)) is not None:
+            self.claims.end(running, end)
         elif not self.slots.start(running.work):
             self.claims.end(running, released(row))
         elif events.wanted(events.JobStarted):

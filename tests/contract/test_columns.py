@@ -239,6 +239,35 @@ def test_a_settlement_without_an_error_leaves_the_last_one_of_a_job_that_goes_on
     assert (row["error_kind"], row["error_summary"]) == ("failed", "ValueError")
 
 
+@pytest.mark.req("C8", "D7")
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("delay", [0, MINUTE])
+def test_a_job_that_goes_on_with_another_payload_loses_no_attempt(
+    db: Database, session: OwnSession, delay: int, in_turn: bool
+) -> None:
+    job, other = make(db, State.RUNNING, **FULL), make(db, State.RUNNING)
+    at = Between(db)
+    asked = [
+        job.settlement(State.PENDING, Kind.FAILED, summary="Retry: 1", delay=delay, payload=b'{"a": 2}\x00'),
+        other.settlement(State.PENDING, Kind.FAILED, delay=delay),
+    ]
+    facts = (
+        db.dialect.turn(session, Turn(asked)).settled if in_turn else [settle(db, settlement) for settlement in asked]
+    )
+    assert facts == [Fact.AGAIN, Fact.AGAIN]
+    row, difference = moved_back(db, job)
+    instant = row["updated_at"] if in_turn else at(row["updated_at"])
+    expected = {
+        "state": 0, "lease_until": None, "run_at": instant + delay, "updated_at": instant, "error_summary": "Retry: 1",
+        "payload": b'{"a": 2}\x00', "max_attempts": 8,
+    }  # fmt: skip
+    assert difference == (expected if delay else expected | {"ready_at": instant})
+    row, difference = moved_back(db, other)
+    assert (row["payload"], row["max_attempts"]) == (b"{}", 3), "its neighbour keeps what it has"
+    assert settle(db, asked[0]) is Fact.ALREADY, "and the same again changes nothing"
+    assert moved_back(db, job)[0]["max_attempts"] == 8
+
+
 @pytest.mark.req("D9")
 @pytest.mark.parametrize("refund", [False, True])
 def test_block(db: Database, refund: bool) -> None:
