@@ -208,6 +208,19 @@ def test_a_rollback_between_two_turns_does_not_spoil_the_next(db: Database, sess
 
 
 @pytest.mark.databases("postgres")
+@pytest.mark.req("D3")
+def test_a_rollback_between_two_jobs_does_not_spoil_the_second(db: Database, session: OwnSession) -> None:
+    db.dialect.enqueue(session, new_job())
+    for _ in range(8):
+        session.execute("SELECT %(n)s::int", {"n": 1})
+    with session.connection.transaction(force_rollback=True):
+        session.execute("SELECT %(n)s::int", {"n": 1})
+    for _ in range(2):
+        assert not db.dialect.enqueue(session, new_job()).duplicate
+    assert len(rows(db).jobs) == 3
+
+
+@pytest.mark.databases("postgres")
 @pytest.mark.req("D11")
 def test_behind_a_transaction_pooler_nothing_is_prepared(db: Database) -> None:
     url = db.url.update_query_dict({"pgbouncer": "true"}).render_as_string(hide_password=False)
@@ -219,6 +232,7 @@ def test_behind_a_transaction_pooler_nothing_is_prepared(db: Database) -> None:
             ended = Settlement(claimed[0].id, claimed[0].token, State.ACKED, "default")
             assert behind.dialect.turn(session, Turn([ended])).settled == [Fact.DONE]
             behind.dialect.upkeep(session, 10, ("default",))
+            behind.dialect.enqueue(session, new_job(queue="other"))
         assert session.execute("SELECT count(*) FROM pg_prepared_statements") == [(0,)]
 
 
