@@ -315,7 +315,7 @@ CALLS: dict[str, Callable[[DBQueue], object]] = {
     "lock": lambda q: q.lock("report").acquire(),
 }
 WITHOUT_DATABASE = {
-    "adopt", "close", "database", "job", "options", "periodic", "rebound", "settings", "take", "targets", "write",
+    "add", "adopt", "close", "database", "job", "options", "periodic", "rebound", "settings", "take", "targets", "write",
 }  # fmt: skip
 
 

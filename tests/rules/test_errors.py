@@ -137,6 +137,12 @@ TOLD = {
     ("payload.py", "text"): "put together from the names of a declaration",
     ("engine.py", "url"): "its scheme",
     ("sqlite.py", "url"): "the names of its options",
+    (
+        "chords.py",
+        "error",
+    ): "Celery's own words: they become the result of the chord's body, and are the app's as the error is",
+    ("chords.py", "value"): "the same",
+    ("scheduler.py", "error"): "what Celery says of the keys of an entry, which stand in the app's own code",
 }
 
 
