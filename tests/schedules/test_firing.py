@@ -525,3 +525,25 @@ def test_a_fired_job_is_an_ordinary_one(lab: Lab) -> None:
     assert claimed is not None
     assert claimed.payload == 1
     claimed.ack()
+
+
+def test_what_an_idle_beat_asks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One statement a look, whatever the number of schedules, and a second one each minute."""
+    lab.kept(*(f"s{n}" for n in range(50)), spec="0 0 1 1 *")
+    beat = lab.beat(poll=1.0)
+    lab.settle(beat)
+    session, sent = beat._connection.session, list[str]()
+    execute = session.execute  # type: ignore[union-attr]
+
+    def counted(statement: str, params: object = None) -> object:
+        sent.append(statement)
+        return execute(statement, params)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(session, "execute", counted)
+    for _ in range(10):
+        assert 0.9 < beat.step() <= 1.0
+    assert len(sent) == 10
+    beat._look_back_at = 0.0
+    beat.step()
+    beat.step()
+    assert len(sent) == 13
