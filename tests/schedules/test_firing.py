@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from datetime import datetime, timezone
 
 import pytest
 
 from dbqueue import DBQueue, InvalidSpec, ScheduleConflict, cron, events, using
-from dbqueue.clock import to_instant
+from dbqueue.clock import SECOND, to_instant
 from dbqueue.schedules import CRON_SLOTS, EVERY_SLOTS
 from tests.factory import now
 from tests.schedules.lab import Lab, instant
@@ -107,17 +108,20 @@ def test_c54_the_databases_clock_goes_back(lab: Lab, hours: float) -> None:
     assert len(lab.of(events.CursorsAhead)) >= 1
     lab.queue.reset_schedule("c54")
     lab.run_until("2026-03-02 10:41:00", beat)
-    again = [slot for slot in lab.slots("c54") if lab.slots("c54").count(slot) > 1]
-    assert again == []  # the jobs of these slots are unfinished still, so they are there once
+    assert (
+        max(Counter(lab.slots("c54")).values()) == 1
+    )  # the jobs of these slots are unfinished still, so they are there once
+    soon = range(now(lab.database), now(lab.database) + 1800 * SECOND)
     for job in lab.queue.jobs(limit=1000):
-        lab.queue.cancel(job.id)
+        if job.sequence in soon:
+            lab.queue.cancel(job.id)
     lab.queue.reset_schedule("c54")
     lab.run_until("2026-03-02 10:51:00", beat)
-    assert {slot for slot in lab.slots("c54") if lab.slots("c54").count(slot) == 2} <= {
-        "2026-03-02 10:45",
-        "2026-03-02 10:50",
-    }
-    assert "2026-03-02 10:50" in lab.slots("c54")
+    found = Counter(lab.slots("c54"))
+    twice = {slot for slot, count in found.items() if count == 2}
+    assert twice == ({"2026-03-02 10:45", "2026-03-02 10:50"} if hours > 1 else set())
+    assert max(found.values()) <= 2
+    assert found["2026-03-02 10:50"]
 
 
 @pytest.mark.req("H14")
@@ -363,11 +367,11 @@ def test_big_payloads_make_small_rounds(lab: Lab) -> None:
     lab.queue.schedule("big", "* * * * *", "raw", "x" * 500_000)
     beat = lab.beat()
     lab.settle(beat)
-    lab.later(minutes=60)
+    lab.later(minutes=40)
     assert beat.step() == 0
-    assert 16 <= lab.count("big") < 60
+    assert 16 <= lab.count("big") < 40
     lab.settle(beat)
-    assert lab.slots("big") == minutes("2026-03-02", 601, 660)
+    assert lab.slots("big") == minutes("2026-03-02", 601, 640)
 
 
 # -- paused, resumed, changed ------------------------------------------------------------------------------------------
@@ -521,3 +525,25 @@ def test_a_fired_job_is_an_ordinary_one(lab: Lab) -> None:
     assert claimed is not None
     assert claimed.payload == 1
     claimed.ack()
+
+
+def test_what_an_idle_beat_asks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One statement a look, whatever the number of schedules, and a second one each minute."""
+    lab.kept(*(f"s{n}" for n in range(50)), spec="0 0 1 1 *")
+    beat = lab.beat(poll=1.0)
+    lab.settle(beat)
+    session, sent = beat._connection.session, list[str]()
+    execute = session.execute  # type: ignore[union-attr]
+
+    def counted(statement: str, params: object = None) -> object:
+        sent.append(statement)
+        return execute(statement, params)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(session, "execute", counted)
+    for _ in range(10):
+        assert 0.9 < beat.step() <= 1.0
+    assert len(sent) == 10
+    beat._look_back_at = 0.0
+    beat.step()
+    beat.step()
+    assert len(sent) == 13

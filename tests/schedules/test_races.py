@@ -91,3 +91,25 @@ def test_programs_that_start_with_the_same_declarations(lab: Lab) -> None:
         queues.append(queue)
     run_together([queue.start_schedules for queue in queues])
     assert [schedule.name for schedule in lab.queue.schedules()] == list("abcdef")
+
+
+def test_a_declaration_that_is_removed_while_it_is_written(lab: Lab) -> None:
+    """It is there or it is not, and whoever declares it finds it either way."""
+    declares, removes = lab.another_queue(), lab.another_queue()
+    declares.periodic("some", "0 * * * *", "raw", 1)
+    ended = threading.Event()
+
+    def declare() -> None:
+        try:
+            for _ in range(150):
+                assert declares.start_schedules() == []
+        finally:
+            ended.set()
+
+    def remove() -> None:
+        while not ended.is_set():
+            removes.unschedule("some")
+
+    run_together([declare, remove, remove])
+    declares.start_schedules()
+    assert [schedule.name for schedule in lab.queue.schedules()] == ["some"]
