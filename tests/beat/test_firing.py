@@ -88,12 +88,7 @@ def test_a_message_is_the_one_that_celerys_scheduler_sends(beats: Beats) -> None
     assert sorted(found) == [3, 5, 7]
     for ours, same in found.values():
         assert ours == same
-        assert ours[0]["celery_beat_task"] is True
     assert (found[3][0][0]["mine"], found[3][0][0]["eta"], found[3][0][0]["expires"]) == (1, True, True)
-    assert app.conf.beat_schedule["known"]["options"]["headers"] == {
-        "mine": 1,
-        "celery_beat_task": True,
-    }  # of Celery's own scheduler
 
 
 def _messages(connection: kombu.Connection, count: int) -> list[Any]:
@@ -665,9 +660,7 @@ def test_whatever_is_declared_and_sent_beside_the_message(beats: Beats) -> None:
         result_backend="rpc://",
         task_queues=[
             kombu.Queue("plain"),
-            kombu.Queue(
-                "brief", kombu.Exchange("loose", "topic", durable=False), "brief", auto_delete=True, durable=False
-            ),
+            kombu.Queue("brief", auto_delete=True, durable=False),
             kombu.Queue("loose", kombu.Exchange("loose", "topic", durable=False), "loose"),
         ],
     )
