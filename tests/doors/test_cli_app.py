@@ -167,7 +167,7 @@ def test_an_error_of_ours_inside_the_module_keeps_its_code(cli: Run, write: Writ
 
 def test_the_option_may_stand_before_the_command(cli: Run, write: Write, tmp_path: Path) -> None:
     write(shop=QUEUE + "q = DBQueue('sqlite:///a.db')")
-    assert cli("-A", "shop", "migrate").out .splitlines()[0] == "applied 0001_jobs"
+    assert cli("-A", "shop", "migrate").out.splitlines()[0] == "applied 0001_jobs"
     assert (tmp_path / "a.db").exists()
 
 
