@@ -54,7 +54,8 @@ def connection_of(app: Celery) -> Any:
         pass
     raise ConfigError(
         f"the broker of the Celery app {app.main} is not a database of dbqueue: a message there and the cursor of its schedule could not "
-        "commit together. Give the app such a broker (dbqueue+postgresql://... or dbqueue+sqlite:///...), or run Celery's own scheduler"
+        "commit together. Give the app such a broker (dbqueue+postgresql://... or dbqueue+sqlite:///...), or run Celery's own scheduler "
+        "(-A module:queue names a DBQueue alone)"
     )
 
 

@@ -149,7 +149,7 @@ def _spec_of(given: Any) -> tuple[cron.Spec | None, str, str]:
         return None, f"@every {seconds:g}s relative", str(given.app.timezone)[:LONGEST_SPEC]
     if not callable(getattr(given, "is_due", None)):
         raise InvalidSpec(f"it has no is_due; its type is {type(given).__name__}")
-    kind, shown = type(given).__name__, _ADDRESS.sub("", repr(given))
+    kind, shown = type(given).__name__, " ".join(_ADDRESS.sub("", repr(given)).split())
     return None, f"@{kind} {shown}"[:LONGEST_SPEC], str(getattr(given.app, "timezone", "UTC"))[:LONGEST_SPEC]
 
 

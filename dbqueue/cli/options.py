@@ -22,7 +22,7 @@ from dbqueue.errors import ConfigError, DatabaseError, SchemaMissing, SchemaOutd
 from dbqueue.queue import DBQueue
 
 app_option = click.option(
-    "-A", "--app", metavar="MODULE[:ATTR]", help="The module with the DBQueue, and its name in there."
+    "-A", "--app", metavar="MODULE[:ATTR]", help="The module with the DBQueue or Celery app, and its name in there."
 )
 traceback_option = click.option(
     "--traceback", is_flag=True, expose_value=False, help="After an error, show where it happened."
@@ -37,17 +37,18 @@ class Asked:
     url: str | None
     as_json: bool
 
-    def queue(self) -> DBQueue:
-        """The queue of -A, else of --url, else of DBQUEUE_URL or dbqueue.toml. No connection is made yet."""
-        queue = apps.find_queue(self.app) if self.app is not None else _from_settings(self.url)
+    def queue(self, *, broker: bool = True) -> DBQueue:
+        """The queue of -A, else of --url, else of DBQUEUE_URL or dbqueue.toml. No connection is made yet. ``broker``: that of a Celery
+        app will do."""
+        queue = apps.find_queue(self.app, broker=broker) if self.app is not None else _from_settings(self.url)
         for url in (queue.database.url, queue.database.listen_url):
             output.hide(url.password, *(value for name, value in url.query.items() if "pass" in name))
         return queue
 
     @contextmanager
-    def opened(self) -> Iterator[DBQueue]:
+    def opened(self, *, broker: bool = True) -> Iterator[DBQueue]:
         """The queue until the block ends; an error of the database says which one it was."""
-        queue = self.queue()
+        queue = self.queue(broker=broker)
         try:
             yield queue
         except (DatabaseError, SchemaMissing, SchemaOutdated, SchemaTooNew) as error:

@@ -168,7 +168,7 @@ def worker(
         queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,
         pool=pool, child=child, health_file=health_file, outboxes=tuple(_delivery(*outbox) for outbox in outboxes.items()),
     )  # fmt: skip
-    with Asked(app, url, False).opened() as queue:
+    with Asked(app, url, False).opened(broker=False) as queue:
         set_up_logging(loglevel, log_format)
         _warn_of_idle_queues(queue, queues or ())
         return run_worker(queue, options)

@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import celery
 import pytest
 
 from dbqueue import DBQueue
@@ -134,6 +135,19 @@ def test_a_module_with_both_is_served_by_one_beat(program: Program, queue: DBQue
     refused = program.python("-m", "dbqueue", "schedules", "run-now", "tick", "--owner", "other", "-A", "shop")
     assert refused.wait(60) == 2
     assert "is shop, not other" in program.log(refused)
+
+
+@pytest.mark.req("C7")
+@pytest.mark.databases("sqlite")
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="beat answers since Celery 5.7")
+def test_a_beat_answers_remote_control(program: Program) -> None:
+    program.write(TICK)
+    beat = program.celery_beat("--enable-remote-control", "-n", "beat@shop")
+    app = celery.Celery("shop", broker=program.broker_url, set_as_current=False)
+    answers = wait_for(lambda: app.control.ping(timeout=2), 60)
+    assert [list(answer) for answer in answers] == [["beat@shop"]]
+    program.stop(beat)
+    app.close()
 
 
 @pytest.mark.req("C7")

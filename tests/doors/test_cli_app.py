@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ from dbqueue import DBQueue
 from dbqueue.cli import apps
 from dbqueue.cli.distribution import check_distribution
 from dbqueue.errors import ConfigError, ForeignDistribution, InvalidTarget
-from tests.doors.conftest import Run
+from tests.doors.conftest import ROOT, Run
 
 QUEUE = "from dbqueue import DBQueue\n"
 
@@ -249,3 +251,58 @@ def test_a_foreign_distribution_stops_every_command(process: Run, tmp_path: Path
     assert err.endswith("[foreign_distribution]\n")
     answer: Any = process("queues", "--json")
     assert (answer.code, answer.error["error"]) == (2, "foreign_distribution")
+
+
+CELERY = "from celery import Celery\n"
+BROKER = "Celery('shop', broker='dbqueue+sqlite:///broker.db?prefix=own_', set_as_current=False)"
+
+
+@pytest.mark.req("C7")
+@pytest.mark.parametrize(
+    ("spec", "files", "file", "celery"),
+    [
+        ("shop", {"shop": CELERY + f"app = {BROKER}"}, "broker.db", "shop"),
+        ("shop", {"shop": CELERY + f"anything = {BROKER}"}, "broker.db", "shop"),
+        ("shop:inner.app", {"shop": CELERY + f"class inner: app = {BROKER}"}, "broker.db", "shop"),
+        ("shop", {"shop/__init__": "", "shop/celery": CELERY + f"app = {BROKER}"}, "broker.db", "shop"),
+        ("shop", {"shop": CELERY + f"app = object()\ncelery = {BROKER}"}, "broker.db", "shop"),  # a web application, say
+        ("shop", {"shop": QUEUE + CELERY + f"app = {BROKER}\nqueue = DBQueue('sqlite:///a.db')"}, "a.db", "shop"),
+        ("shop:queue", {"shop": QUEUE + CELERY + f"app = {BROKER}\nqueue = DBQueue('sqlite:///a.db')"}, "a.db", None),
+        ("shop:app", {"shop": QUEUE + CELERY + f"app = {BROKER}\nqueue = DBQueue('sqlite:///a.db')"}, "broker.db", "shop"),
+        ("shop", {"shop": QUEUE + "app = queue = DBQueue('sqlite:///a.db')"}, "a.db", None),
+    ],
+)  # fmt: skip
+def test_a_celery_app_is_found_as_celery_finds_it(
+    write: Write, spec: str, files: dict[str, str], file: str, celery: str | None
+) -> None:
+    write(**files)
+    queue, app = apps.find_queue(spec), apps.find_celery(spec)
+    assert queue.database.label == f"sqlite:///{file}"
+    assert queue.database.dialect.names.prefix == ("own_" if file == "broker.db" else "dbqueue_")
+    assert (None if app is None else app.main) == celery
+    queue.close()
+
+
+@pytest.mark.parametrize("spec", ["shop", "shop:app"])
+def test_a_worker_of_ours_runs_no_tasks_of_celery(write: Write, cli: Run, spec: str) -> None:
+    write(shop=CELERY + f"app = {BROKER}")
+    answer = cli("worker", "-A", spec)
+    assert answer.code == 2
+    assert "no DBQueue" in answer.err
+
+
+def test_celery_is_not_imported_for_who_does_not_use_it(write: Write, tmp_path: Path) -> None:
+    write(shop=QUEUE + "queue = DBQueue('sqlite:///a.db')")
+    look = "import sys; from dbqueue.cli import apps; apps.find_queue('shop'); apps.find_celery('shop'); print('celery' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.req("C7")
+def test_an_entry_needs_its_app_to_be_run_by_hand(cli: Run) -> None:
+    answer = cli("schedules", "run-now", "e", "--owner", "shop", "--url", "sqlite:///a.db")
+    assert answer.code == 2
+    assert "name the app with -A" in answer.err
