@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from celery import states
 from celery.backends.asynchronous import AsyncBackendMixin, BaseResultConsumer
 from celery.backends.base import Backend as CeleryBackend
-from celery.exceptions import BackendStoreError, ImproperlyConfigured
+from celery.exceptions import BackendStoreError, ChordError, ImproperlyConfigured
 from celery.exceptions import TimeoutError as CeleryTimeout
 from celery.result import result_from_tuple
 from celery.utils.time import get_exponential_backoff_interval
@@ -322,8 +322,14 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
             time.sleep(pause if until is None else max(0.0, min(pause, until - time.monotonic())))
 
     def wait_for_pending(self, result: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a chord that fails while this waits, the header's own error is raised, as it is for whoever asks later."""
         refuse_in_transaction()
-        return super().wait_for_pending(result, *args, **kwargs)
+        try:
+            return super().wait_for_pending(result, *args, **kwargs)
+        except ChordError:
+            if kwargs.get("on_interval") is not None:
+                kwargs["on_interval"]()
+            raise
 
     def iter_native(self, result: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_in_transaction()
