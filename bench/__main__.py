@@ -3,6 +3,7 @@
 drain     no-op jobs from a filled queue: rate, and CPU of worker and server for each job
 enqueue   one by one, durable; and in bulk
 latency   from enqueue to start on an idle worker
+results   Celery: from delay() to its result, a group of 1,000 and a chord of 100 with a client that waits
 idle      statements and CPU of a worker that has nothing to do
 pinned    drain of a queue with --n jobs, half as many future ones of a better priority and --n finished ones, while a snapshot is
           held all the time; against a small queue without one. A part of the jobs becomes due meanwhile, or runs twice
@@ -147,6 +148,16 @@ class Bench:
         finally:
             kill(workers)
 
+    def results_of(self, name: str) -> None:
+        self.call(name, "reset")
+        variant = SYSTEMS[name].variants[0]
+        workers = self.start(name, variant, 1)
+        try:
+            figures = self.call(name, "wait", self.options.latencies, 1_000, 100)
+            self.add(load="results", system=name, variant=variant, **figures)
+        finally:
+            kill(workers)
+
     def idle(self, name: str) -> None:
         if name == "floor":
             return
@@ -268,8 +279,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("load", choices=["drain", "enqueue", "latency", "idle", "pinned"])
-    parser.add_argument("--systems", default="dbqueue,pgqueuer,floor,dbqueue-sqlite,huey-sqlite")
+    parser.add_argument("load", choices=["drain", "enqueue", "latency", "results", "idle", "pinned"])
+    parser.add_argument("--systems", default="")
     parser.add_argument("--variants", default="")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--n", type=int, default=20_000)
@@ -278,6 +289,11 @@ def main() -> None:
     parser.add_argument("--latencies", type=int, default=200)
     parser.add_argument("--postgres", type=int, default=18)
     options = parser.parse_args()
+    options.systems = options.systems or (
+        "results-rabbitmq-redis,results-dbqueue,results-dbqueue-sqlite"
+        if options.load == "results"
+        else "dbqueue,pgqueuer,floor,dbqueue-sqlite,huey-sqlite"
+    )
     bench = Bench(options)
     try:
         print(
@@ -286,8 +302,9 @@ def main() -> None:
         )
         for _ in range(options.rounds):
             for name in options.systems.split(","):
-                bench.broker(SYSTEMS[name].database)
-                getattr(bench, options.load)(name)
+                for database in (SYSTEMS[name].database, *SYSTEMS[name].beside):
+                    bench.broker(database)
+                getattr(bench, "results_of" if options.load == "results" else options.load)(name)
         report(bench.results)
     finally:
         bench.close()

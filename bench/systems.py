@@ -31,6 +31,8 @@ class System:
     name: ClassVar[str]
     database: ClassVar[str] = "postgresql"
     variants: ClassVar[tuple[str, ...]] = ("",)
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Servers that it needs beside its database."""
 
     def reset(self) -> None:
         """An empty queue with its schema."""
@@ -438,6 +440,55 @@ class CeleryOn(System):
         app.worker_main(["worker", "-l", "ERROR", "--without-gossip", "--without-mingle", "--without-heartbeat", *pool])
 
 
+class CeleryWaits(CeleryOn):
+    """Celery with results: how long a client waits for one, for a group, and for the body of a chord."""
+
+    variants = ("prefork2x4",)
+
+    def __init__(self, name: str, database: str, broker: str, backend: str, beside: tuple[str, ...] = ()) -> None:
+        super().__init__(name, database, broker)
+        self._backend, self.beside = backend, beside  # type: ignore[misc]
+
+    def app(self, prefetch: int = 4) -> tuple[Any, Any]:
+        app, noop = super().app(prefetch)
+        app.conf.update(task_ignore_result=False, result_backend=self._backend.format(**os.environ))
+
+        @app.task(name="total")
+        def total(numbers: list[int]) -> int:
+            return sum(numbers)
+
+        @app.task(name="echo")
+        def echo(number: int) -> int:
+            return number
+
+        self.echo, self.total = echo, total
+        return app, noop
+
+    def wait(self, gets: int, members: int, parts: int) -> None:
+        import celery
+
+        self.app()
+        echo, total = self.echo, self.total
+        for n in range(30):
+            echo.delay(n).get(timeout=60)
+        took: list[float] = []
+        for n in range(gets):
+            began = time.monotonic()
+            assert echo.delay(n).get(timeout=60) == n
+            took.append(time.monotonic() - began)
+        began = time.monotonic()
+        assert sum(celery.group(echo.s(n) for n in range(members))().get(timeout=120)) == sum(range(members))
+        group = time.monotonic() - began
+        began = time.monotonic()
+        assert celery.chord([echo.s(n) for n in range(parts)], total.s())().get(timeout=120) == sum(range(parts))
+        chord = time.monotonic() - began
+        found = sorted(took)
+        print(json.dumps({
+            "get_ms": round(found[len(found) // 2] * 1e3, 2), "get_p99": round(found[int(len(found) * 0.99)] * 1e3, 2),
+            "group_ms": round(group * 1e3, 1), "chord_ms": round(chord * 1e3, 1),
+        }))  # fmt: skip
+
+
 def connect() -> Any:
     import psycopg
 
@@ -462,6 +513,12 @@ SYSTEMS: dict[str, System] = {
         CeleryOn("celery-redis", "redis", "{BENCH_REDIS}"),
         CeleryOn("celery-rabbitmq", "rabbitmq", "{BENCH_AMQP}"),
         CeleryOn("celery-dbqueue", "postgresql", "dbqueue+{BENCH_PG}"),
+        CeleryWaits("results-rabbitmq-redis", "rabbitmq", "{BENCH_AMQP}", "{BENCH_REDIS}", ("redis",)),
+        CeleryWaits("results-dbqueue", "postgresql", "dbqueue+{BENCH_PG}", "dbqueue+{BENCH_PG}"),
+        CeleryWaits("results-db+", "postgresql", "dbqueue+{BENCH_PG}", "db+{BENCH_PG}"),
+        CeleryWaits(
+            "results-dbqueue-sqlite", "sqlite", "dbqueue+sqlite:///{BENCH_DIR}/celery.db", "dbqueue+sqlite:///{BENCH_DIR}/celery.db"
+        ),
         CeleryOn("celery-dbqueue-sqlite", "sqlite", "dbqueue+sqlite:///{BENCH_DIR}/celery.db"),
     )
 }  # fmt: skip
@@ -483,6 +540,9 @@ def main(name: str, what: str, *args: str) -> None:
     elif what == "crowd":
         assert isinstance(system, Dbqueue)
         system.crowd(*args)
+    elif what == "wait":
+        assert isinstance(system, CeleryWaits)
+        system.wait(*map(int, args))
     elif what == "one":  # enqueue one by one for some seconds
         send, seconds = system.open(), float(args[0])
         for _ in range(100):

@@ -8,8 +8,11 @@ transaction ends, and deals with the body in that same transaction, so a chord h
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from zlib import crc32
 
+from dbqueue.clock import to_datetime
 from dbqueue.database.dialect import Dialect, Session
 from dbqueue.database.postgres import as_text
 from dbqueue.database.tables import ChordCount, StoredResult
@@ -48,6 +51,43 @@ def load(dialect: Dialect, session: Session, task_ids: Iterable[str]) -> dict[st
         )
         found.update({as_text(row[0]): (as_text(row[1]), bytes(row[2])) for row in rows})
     return found
+
+
+@dataclass(frozen=True)
+class StoredRecord:
+    """What the database knows of one result, for people. ``size`` in bytes as stored; ``meta`` only where it is asked for."""
+
+    state: str
+    stored_at: datetime
+    expires_at: datetime | None
+    size: int | None = None
+    meta: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"<StoredRecord {self.state} {self.stored_at}>"
+
+
+def describe(
+    dialect: Dialect, session: Session, task_id: str, *, with_size: bool = False, with_meta: bool = False
+) -> StoredRecord | None:
+    """None: nothing is stored, or it has expired. Without the last two it needs no right to read what the task returned."""
+    columns = "state, stored_at, expires_at" + (", length(meta)" if with_size else "") + (", meta" if with_meta else "")
+    rows = session.execute(
+        dialect.portable(
+            f"SELECT {columns} FROM {{results}} WHERE task_id = :task_id AND (expires_at IS NULL OR expires_at > {{now}})"
+        ),
+        {"task_id": task_id, "offset": dialect.clock.offset},
+    )
+    if not rows:
+        return None
+    state, stored_at, expires_at, *rest = rows[0]
+    return StoredRecord(
+        as_text(state),
+        to_datetime(int(stored_at)),
+        None if expires_at is None else to_datetime(int(expires_at)),
+        int(rest.pop(0)) if with_size else None,
+        bytes(rest.pop(0)) if with_meta else None,
+    )
 
 
 def forget(dialect: Dialect, session: Session, task_id: str) -> None:

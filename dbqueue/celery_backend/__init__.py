@@ -23,7 +23,7 @@ from celery.backends.asynchronous import AsyncBackendMixin, BaseResultConsumer
 from celery.backends.base import Backend as CeleryBackend
 from celery.exceptions import BackendStoreError, ChordError, ImproperlyConfigured
 from celery.exceptions import TimeoutError as CeleryTimeout
-from celery.result import result_from_tuple
+from celery.result import AsyncResult, result_from_tuple
 from celery.utils.time import get_exponential_backoff_interval
 
 from dbqueue import results
@@ -55,12 +55,13 @@ class Place:
         self.database: Database = open_database(options.settings)
         self.hub = Hub(self.database)
         self._idle = IdleSessions(self.database)
+        self.pid = os.getpid()
         self.pruned_at = time.monotonic()
 
 
 _places: dict[configuration.Options, Place] = {}
 _places_of = os.getpid()
-_places_lock = threading.Lock()
+_places_lock = threading.RLock()  # the garbage collector may come in between
 
 
 def _place(options: configuration.Options) -> Place:
@@ -80,7 +81,7 @@ _forgotten: list[dict[configuration.Options, Place]] = []
 
 def _fresh_lock() -> None:
     global _places_lock
-    _places_lock = threading.Lock()
+    _places_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_fresh_lock)
@@ -102,34 +103,82 @@ class _Consumer(BaseResultConsumer):
     def start(self, initial_task_id: str, **kwargs: Any) -> None:
         self.consume_from(initial_task_id)
 
-    def on_wait_for_pending(self, result: Any, **kwargs: Any) -> None:
-        self.inbox.every_state = self.inbox.every_state or kwargs.get("on_message") is not None
-        for meta in result._iter_meta():
-            if meta is not None:
-                self.on_state_change(meta, None)
-
     def _wait_for_pending(
         self, result: Any, timeout: Any = None, on_interval: Any = None, on_message: Any = None, **kwargs: Any
     ) -> Any:
         refuse_in_transaction()
-        self.inbox.every_state = on_message is not None
-        return super()._wait_for_pending(
-            result, timeout=timeout, on_interval=on_interval, on_message=on_message, **kwargs
+        return self._sleeping(
+            result,
+            super()._wait_for_pending(result, timeout, on_interval, on_message, **kwargs),
+            on_message is not None,
+        )
+
+    def _sleeping(self, result: Any, steps: Iterator[Any], curious: bool) -> Iterator[Any]:
+        inbox, parts = self.inbox, list(_unready(result))
+        waited = [str(part.id) for part in parts]
+        # A group that another thread made waits here, with this thread's backend, and its members know the other one only.
+        strangers = [part for part in parts if part.backend is not self.backend]
+        for part in strangers:
+            self.backend.add_pending_result(part, start_drainer=False)
+        self.backend.place.hub.begin(waited, inbox, curious)
+        try:
+            yield from steps
+        finally:
+            self.backend.place.hub.end(waited, inbox, curious)
+            for part in strangers:
+                self.backend.remove_pending_result(part)
+                bucket = self.buckets.pop(part, None)
+                if bucket is not None and part._cache is not None:  # it became ready by the other backend
+                    bucket.append(part)
+
+    def on_wait_for_pending(self, result: Any, **kwargs: Any) -> None:
+        for meta in result._iter_meta():
+            if meta is not None:
+                self.on_state_change(meta, None)
+        self.backend.place.hub.was_read(str(part.id) for part in getattr(result, "results", [result]))
+
+    def drain_events_until(self, p: Any, timeout: float | None = None, on_interval: Any = None) -> Any:
+        """A second at a time, for ``on_interval``; and not longer than ``timeout``."""
+        until = None if timeout is None else time.monotonic() + timeout
+
+        def wait(timeout: float | None = None) -> None:
+            left = 1.0 if until is None else until - time.monotonic()
+            self.drain_events(min(1.0, left))
+
+        interval = 1 if timeout is None else max(0.001, min(1.0, timeout))
+        return self.drainer.drain_events_until(
+            p, timeout=timeout, interval=interval, on_interval=on_interval, wait=wait
         )
 
     def consume_from(self, task_id: str) -> None:
-        self.backend.place.hub.add(task_id, self.inbox)
+        self.backend.place.hub.add(str(task_id), self.inbox)
 
     def cancel_for(self, task_id: str) -> None:
-        self.backend.place.hub.remove(task_id, self.inbox)
+        """The garbage collector calls it too, at any moment: it neither locks nor makes anything."""
+        place = self.backend.known_place
+        if place is not None:
+            place.hub.remove(str(task_id), self.inbox)
 
     def drain_events(self, timeout: float | None = None) -> None:
-        inbox = self.inbox
-        self.backend.place.hub.wait(inbox, 1.0 if timeout is None else timeout)
-        if not inbox.news:
+        inbox, hub = self.inbox, self.backend.place.hub
+        if not hub.wait(inbox, 1.0 if timeout is None else timeout):
             raise TimeoutError
-        while inbox.news:
-            self.on_state_change(self.backend.decoded(inbox.news.popleft().meta), None)
+        while (news := inbox.take()) is not None:
+            try:
+                self.on_state_change(self.backend.decoded(news.meta), None)
+            finally:
+                hub.handled(inbox)
+
+
+def _unready(result: Any) -> Iterator[AsyncResult]:
+    """The results of single tasks that a result, a set or a group of results still lacks."""
+    parts = getattr(result, "results", None)
+    if parts is None:
+        if result._cache is None:
+            yield result
+        return
+    for part in parts:
+        yield from _unready(part)
 
 
 def refuse_in_transaction() -> None:
@@ -167,11 +216,21 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
         chord = conf.get("result_chord_expires")
         self._chord_expires = self.expires if chord is None else self.prepare_expires(chord)
         self._current = Current()
+        self._place: Place | None = None
         self.result_consumer = _Consumer(self, app, self.accept, self._pending_results, self._pending_messages)
 
     @property
+    def known_place(self) -> Place | None:
+        """Of this process, if it was used here before."""
+        place = self._place
+        return place if place is not None and place.pid == os.getpid() else None
+
+    @property
     def place(self) -> Place:
-        return _place(self.options)
+        place = self.known_place
+        if place is None:
+            place = self._place = _place(self.options)
+        return place
 
     def as_uri(self, include_password: bool = False) -> str:
         return f"dbqueue+{self.url}" if include_password else f"dbqueue+{self.place.database.label}"
@@ -181,7 +240,8 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
 
     # -- whose transaction -------------------------------------------------------------------------------------------
 
-    def _write(self, verb: Callable[[Dialect, Session], T], *, joins: bool = False) -> T:
+    def _write(self, verb: Callable[[Dialect, Session], T], *, joins: bool = False, several: bool = False) -> T:
+        """``joins``: the caller's transaction; ``several``: statements, which need one of our own."""
         database, block = self.place.database, joined.current()
         dialect = database.dialect
         if self._current.session is not None:
@@ -190,7 +250,9 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
             database.ready()
             if block is not None:
                 block.notice(database)
-            return database.run(lambda session: verb(dialect, session))
+            # SQLite waits for its write lock only at the beginning of a transaction.
+            scope = database.run if several or dialect.name == "sqlite" else database.single
+            return scope(lambda session: verb(dialect, session))
         block.check(database)
         if block.buffer is not None:
             block.buffer.defer(database, lambda session: verb(dialect, session))
@@ -333,11 +395,11 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
 
     def iter_native(self, result: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_in_transaction()
-        return super().iter_native(result, *args, **kwargs)
+        return super().iter_native(result, *args, **kwargs) if result.results else iter(())
 
     def cleanup(self) -> None:
         """Deletes everything that has expired, in short transactions."""
-        while self._write(lambda dialect, session: results.prune(dialect, session, 1_000)):
+        while self._write(lambda dialect, session: results.prune(dialect, session, 1_000), several=True):
             pass
 
     def _prune_sometimes(self) -> None:
@@ -346,7 +408,7 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
             return
         place.pruned_at = now
         try:
-            self._write(lambda dialect, session: results.prune(dialect, session, PRUNE_AT_ONCE))
+            self._write(lambda dialect, session: results.prune(dialect, session, PRUNE_AT_ONCE), several=True)
         except QueueError as error:
             log.debug("expired results: %s", error)
 

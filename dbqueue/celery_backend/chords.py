@@ -78,7 +78,9 @@ class Chords(_Celerys):
         group_id, added, ttl = str(chord_id), str(result.id), self._ttl(self._chord_expires)
         self._persist(
             lambda: self._write(
-                lambda dialect, session: results.add_to_chord(dialect, session, group_id, added, ttl), joins=True
+                lambda dialect, session: results.add_to_chord(dialect, session, group_id, added, ttl),
+                joins=True,
+                several=True,
             )
         )
 

@@ -6,7 +6,6 @@ middle. None of them is undone by a later error: each is a transaction of its ow
 
 from __future__ import annotations
 
-import json
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +16,12 @@ from uuid import UUID
 
 import click
 
-from dbqueue import clock
+from dbqueue import clock, results, views
 from dbqueue.cli.options import Asked, confirmed, database_options, duration, instant, yes_option
-from dbqueue.cli.output import Column, age, as_json, document, iso, report, table, visible, words
-from dbqueue.errors import IllegalMove, JobNotFound
+from dbqueue.cli.output import Column, age, as_json, decoded, document, iso, pretty, report, table, visible, words
+from dbqueue.errors import DatabaseError, IllegalMove, JobNotFound
 from dbqueue.queue import DBQueue
+from dbqueue.results import StoredRecord
 from dbqueue.states import State
 from dbqueue.views import JobRecord
 
@@ -81,26 +81,51 @@ def _row(record: JobRecord, now: datetime) -> list[object]:
 )
 @database_options
 def show(asked: Asked, job_id: UUID, with_payload: bool) -> None:
-    """Show everything about one job.
+    """Show everything about one job; ID may be the id of a Celery task, too.
+
+    Of a task's result, if dbqueue keeps it, the state is shown; `dbqueue results show` shows more.
 
     \b
     dbqueue jobs show 01987a5e-8f7b-7c3e-9d45-2b1f0e6a7c88 --payload -A shop.jobs
     """
     with asked.existing() as queue:
-        record = _read(queue, job_id, with_payload)
+        record = _read(queue, job_id, with_payload, or_task=True)
+        result = None if record.task_id is None else _result(queue, record.task_id)
     if asked.as_json:
-        document(as_json(record) | (_payload(record) if with_payload else {}))
+        of_task = {"result": None if result is None else stored(result)}
+        document(as_json(record) | of_task | (_payload(record) if with_payload else {}))
         return
     click.echo(_described(record))
+    if result is not None:
+        click.echo("\n".join(f"result_{name:<8}{value}" for name, value in stored(result).items() if value is not None))
     if with_payload:
         click.echo(_payload_text(record))
 
 
-def _read(queue: DBQueue, job_id: UUID, with_payload: bool = False) -> JobRecord:
+def _read(queue: DBQueue, job_id: UUID, with_payload: bool = False, *, or_task: bool = False) -> JobRecord:
     record = queue.get_job(job_id, with_payload=with_payload)
+    if record is None and or_task:
+        database = queue.database
+        found = database.read(lambda s: views.find(database.dialect, s, task_id=str(job_id), limit=1))
+        record = queue.get_job(found[0].id, with_payload=with_payload) if found else None
     if record is None:
         raise JobNotFound(f"there is no job {job_id}, or its history was pruned")
     return record
+
+
+def _result(queue: DBQueue, task_id: str) -> StoredRecord | None:
+    database = queue.database
+    try:
+        return database.read(lambda session: results.describe(database.dialect, session, task_id))
+    except DatabaseError as error:
+        if getattr(error.__cause__, "sqlstate", None) != "42501":
+            raise
+        return None  # who may read jobs may not always read results
+
+
+def stored(result: StoredRecord) -> dict[str, object]:
+    """As JSON, without what the task returned."""
+    return {name: value for name, value in as_json(result).items() if name not in ("size", "meta")}
 
 
 def _described(record: JobRecord) -> str:
@@ -119,13 +144,9 @@ def _payload(record: JobRecord) -> dict[str, object]:
     if record.payload is None:
         return {"payload": None}
     try:
-        return {"payload": json.loads(record.payload.decode("utf-8"), parse_constant=_refuse_constant)}
-    except (ValueError, RecursionError):
+        return {"payload": decoded(record.payload)}
+    except ValueError:
         return {"payload_hex": record.payload.hex()}
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _payload_text(record: JobRecord) -> str:
@@ -133,9 +154,7 @@ def _payload_text(record: JobRecord) -> str:
         return "payload        (not kept)"
     shown = _payload(record)
     if "payload" in shown:
-        # Texts may hold any character: those a terminal would obey are escaped, the newlines between values are not.
-        pretty = json.dumps(shown["payload"], indent=2, ensure_ascii=False)
-        return "payload\n" + "\n".join(visible(line) for line in pretty.split("\n"))
+        return "payload\n" + pretty(shown["payload"])
     return f"payload        {len(record.payload)} bytes that are no JSON\n" + textwrap.fill(
         str(shown["payload_hex"]), 64
     )
@@ -171,24 +190,24 @@ def cancel(asked: Asked, job_ids: Sequence[UUID]) -> int:
 
 
 def _each(asked: Asked, job_ids: Sequence[UUID], verb: Callable[[UUID], str], state: str) -> int:
-    results: list[dict[str, Any]] = []
+    done: list[dict[str, Any]] = []
     try:
         for job_id in job_ids:
             try:
-                results.append({"id": str(job_id), "state": state, "was": verb(job_id)})
+                done.append({"id": str(job_id), "state": state, "was": verb(job_id)})
             except (JobNotFound, IllegalMove) as refused:
                 report(refused.code, str(refused), as_json=asked.as_json)
-                results.append({"id": str(job_id), "error": str(refused.code), "message": str(refused)})
+                done.append({"id": str(job_id), "error": str(refused.code), "message": str(refused)})
     finally:
-        _print_results(asked, results)
-    return 1 if any("error" in result for result in results) else 0
+        _print_results(asked, done)
+    return 1 if any("error" in result for result in done) else 0
 
 
-def _print_results(asked: Asked, results: list[dict[str, Any]]) -> None:
+def _print_results(asked: Asked, done: list[dict[str, Any]]) -> None:
     if asked.as_json:
-        document({"results": results})
-    elif done := [f"{r['id']} is {r['state']} (was {r['was']})" for r in results if "error" not in r]:
-        click.echo("\n".join(done))
+        document({"results": done})
+    elif lines := [f"{r['id']} is {r['state']} (was {r['was']})" for r in done if "error" not in r]:
+        click.echo("\n".join(lines))
 
 
 @jobs.command()

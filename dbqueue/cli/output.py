@@ -39,6 +39,23 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, UUID) else value
 
 
+def decoded(data: bytes) -> object:
+    """What it is as JSON. Raises ValueError, also for what is JSON in Python only."""
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
+
+
+def pretty(value: object) -> str:
+    """Texts may hold any character: those a terminal would obey are escaped, the newlines between values are not."""
+    return "\n".join(visible(line) for line in json.dumps(value, indent=2, ensure_ascii=False).split("\n"))
+
+
 def iso(when: datetime) -> str:
     """Always with six digits: texts of equal length sort as the instants do, and a CAS needs every microsecond."""
     return when.astimezone(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

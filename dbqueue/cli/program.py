@@ -21,6 +21,7 @@ from dbqueue.cli.jobs import jobs
 from dbqueue.cli.migrate import migrate
 from dbqueue.cli.options import app_option, traceback_option
 from dbqueue.cli.queues import queues
+from dbqueue.cli.results import results
 from dbqueue.cli.schedules import schedules
 from dbqueue.cli.worker import worker
 from dbqueue.errors import (
@@ -141,5 +142,5 @@ def program(app: str | None) -> None:
     """
 
 
-for command in (worker, beat, health, migrate, jobs, queues, schedules, doctor):
+for command in (worker, beat, health, migrate, jobs, queues, results, schedules, doctor):
     program.add_command(command)

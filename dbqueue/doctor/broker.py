@@ -1,5 +1,5 @@
 """What the Kombu transport leaves behind when nobody clears it away: rows of dead consumers, queues that nobody uses any more, and the
-log of short-lived messages. Alike on every database.
+log of short-lived messages; and results that nobody prunes. Alike on every database.
 
 The log and its cursors may be empty, or gone with the server's last crash: that is no finding.
 """
@@ -21,6 +21,10 @@ LEFT_S = 180.0
 MANY_QUEUES = 100
 MANY_LETTERS = 100_000
 """A letter lives for five minutes at most, an event for five seconds, so this is much even for a large installation."""
+
+RESULTS_LEFT_S = 86_400.0
+MANY_RESULTS = 10_000
+"""Expired results beyond this are not counted."""
 
 _REMEDY = "start a worker or a monitor on this broker: any consumer clears them away"
 
@@ -74,6 +78,25 @@ def letters(patient: Patient) -> Finding:
     return verdict("letters", problems, f"{counted(int(number), 'short-lived message')} in the log")
 
 
+def results(patient: Patient) -> Finding:
+    """Whoever stores results deletes some that have expired, once a minute; who stores few may be behind, but not by a day."""
+    dialect, before = patient.database.dialect, patient.now - round(RESULTS_LEFT_S * clock.SECOND)
+    left = []
+    for table in ("results", "groups", "chords"):
+        some = f"(SELECT 1 FROM {{{table}}} WHERE expires_at < :before LIMIT {MANY_RESULTS + 1}) some_rows"
+        number = int(
+            patient.session.execute(dialect.portable(f"SELECT count(*) FROM {some}"), {"before": before})[0][0]
+        )
+        if number:
+            left.append(f"{'more than ' if number > MANY_RESULTS else ''}{min(number, MANY_RESULTS)} {table}")
+    problems = []
+    if left:
+        told = f"{' and '.join(left)} expired more than a day ago and are still there"
+        remedy = "let `celery beat` run (its celery.backend_cleanup), or call app.backend.cleanup() now and then"
+        problems.append(Problem(Status.WARNING, told, remedy))
+    return verdict("results", problems, "no result has expired more than a day ago")
+
+
 @contextmanager
 def _log(patient: Patient) -> Iterator[Session | None]:
     """Where the log is. None: in a file that does not exist yet, and that to look would make."""
@@ -93,4 +116,4 @@ def _long_ago(patient: Patient) -> int:
     return patient.now - round(LEFT_S * clock.SECOND)
 
 
-CHECKS = (Check("consumers", consumers), Check("letters", letters))
+CHECKS = (Check("consumers", consumers), Check("letters", letters), Check("results", results))

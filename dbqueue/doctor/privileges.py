@@ -58,6 +58,18 @@ _CONSUME = (
     *(Right("cursors", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")),
     *(Right("revoked", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")),
 )
+# A worker's children store, count and prune, which locks rows; DELETE is what forget() needs, too.
+_STORE = tuple(
+    Right(table, verb)
+    for table in ("results", "groups", "chords", "chord_parts")
+    for verb in ("SELECT", "INSERT", "UPDATE", "DELETE")
+    if (table, verb) != ("chord_parts", "UPDATE")
+)
+# A client waits for results, saves groups, and says how many parts a chord has.
+_WAIT = (
+    Right("results", "SELECT"),
+    *(Right(table, verb) for table in ("groups", "chords") for verb in ("SELECT", "INSERT", "UPDATE")),
+)
 _JOBS = tuple(Right("jobs", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
 # FOR UPDATE SKIP LOCKED, which prune needs, asks for UPDATE even where nothing is updated.
 _HISTORY = tuple(Right("finished", verb) for verb in ("SELECT", "INSERT", "UPDATE", "DELETE"))
@@ -65,15 +77,18 @@ _READ = (
     Right("jobs", "SELECT", _shown(JOB_COLUMNS)),
     Right("finished", "SELECT", _shown(FINISHED_COLUMNS)),
     Right("all_jobs", "SELECT"),
+    Right("results", "SELECT", ("task_id", "state", "expires_at", "stored_at")),
 )
 
 ROLES: Mapping[str, tuple[Right, ...]] = {
     "publisher": (*_LOOK, *_PUBLISH),
     "worker": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "UPDATE", "DELETE")), *_HISTORY),
-    "operator": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME, Right("exchanges", "DELETE")),
+    "operator": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME, Right("exchanges", "DELETE"), *_STORE),
     "reader": (*_LOOK, *_READ),
     "celery_publisher": (*_LOOK, *_PUBLISH_MESSAGES),
     "celery_worker": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME),
+    "results_worker": (*_LOOK, *_STORE),
+    "results_client": (*_LOOK, *_WAIT),
 }
 """An operator's are everything that a program can need which enqueues, works and looks, as most do, with Celery or without."""
 EVERYTHING = "operator"

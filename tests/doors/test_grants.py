@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 import dbqueue
-from dbqueue import DBQueue, ids, routing
+from dbqueue import DBQueue, ids, results, routing
 from dbqueue.clock import SECOND
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Names
@@ -63,8 +63,9 @@ class Admin:
             for statement in documented(role):
                 self.execute(statement)
             self._roles.append(f"dbqueue_{role}")
-        user = f"user_{os.getpid()}"
-        self.execute(f"CREATE ROLE {user} LOGIN PASSWORD 'x' IN ROLE {', '.join(self._roles)}")
+        user = f"user_{os.getpid()}_{len(self._roles)}"
+        given = ", ".join(f"dbqueue_{role}" for role in roles)
+        self.execute(f"CREATE ROLE {user} LOGIN PASSWORD 'x' IN ROLE {given}")
         self._roles.append(user)
         parts = urlsplit(self.url)
         return parts._replace(netloc=f"{user}:x@{parts.hostname}:{parts.port}").geturl()
@@ -188,6 +189,40 @@ def consuming(queue: DBQueue) -> list[Step]:
     return [lambda verb=verb: database.run(lambda s: verb(database.dialect, s)) for verb in verbs]  # type: ignore[misc]
 
 
+def storing(queue: DBQueue) -> list[Step]:
+    """What a worker's children do with results."""
+    return of_results(queue, [
+        lambda d, s: results.store(d, s, "t", "SUCCESS", b"{}", SECOND),
+        lambda d, s: results.load(d, s, ["t"]),
+        lambda d, s: results.forget(d, s, "t"),
+        lambda d, s: results.save_group(d, s, "g", b"{}", SECOND),
+        lambda d, s: results.load_group(d, s, "g"),
+        lambda d, s: results.delete_group(d, s, "g"),
+        lambda d, s: results.set_chord_size(d, s, "g", 2, SECOND),
+        lambda d, s: results.add_to_chord(d, s, "g", SECOND),
+        lambda d, s: results.count_part(d, s, "g", "t", 0, b"{}", SECOND),
+        lambda d, s: results.chord_parts(d, s, "g"),
+        lambda d, s: results.end_chord(d, s, "g"),
+        lambda d, s: results.set_chord_size(d, s, "expired", 2, -SECOND),
+        lambda d, s: results.prune(d, s, 10),
+    ])  # fmt: skip
+
+
+def waiting(queue: DBQueue) -> list[Step]:
+    """What a client does that sends groups and chords and waits for them."""
+    return of_results(queue, [
+        lambda d, s: results.load(d, s, ["t"]),
+        lambda d, s: results.save_group(d, s, "g", b"{}", SECOND),
+        lambda d, s: results.load_group(d, s, "g"),
+        lambda d, s: results.set_chord_size(d, s, "g", 2, SECOND),
+    ])  # fmt: skip
+
+
+def of_results(queue: DBQueue, verbs: list[Callable[[Any, Any], object]]) -> list[Step]:
+    database = queue.database
+    return [database.ready, *(lambda verb=verb: database.run(lambda s: verb(database.dialect, s)) for verb in verbs)]  # type: ignore[misc]
+
+
 def deciding(queue: DBQueue, admin: Admin) -> list[Step]:
     def each(state: State, verb: Callable[[Any, Any], object]) -> Step:
         def step() -> None:
@@ -220,16 +255,20 @@ def reading(queue: DBQueue) -> list[Step]:
             except psycopg.errors.InsufficientPrivilege as error:
                 raise DatabaseError from error
 
-    return [queue.jobs, queue.queues, queue.counts, lambda: queue.get_job(ids.as_uuid(ids.new_id())), view]
+    def result() -> None:
+        queue.database.read(lambda s: results.describe(queue.database.dialect, s, "t"))
+
+    return [result, queue.jobs, queue.queues, queue.counts, lambda: queue.get_job(ids.as_uuid(ids.new_id())), view]
 
 
 def steps_of(role: str, queue: DBQueue, admin: Admin) -> list[Step]:
     if role == "operator":
-        return [*deciding(queue, admin), *consuming(queue)]
+        return [*deciding(queue, admin), *consuming(queue), *storing(queue)]
     if role == "celery_worker":
         return [*working(queue), *publishing_messages(queue), *consuming(queue)]
     of_others = {
         "publisher": publishing, "worker": working, "reader": reading, "celery_publisher": publishing_messages,
+        "results_worker": storing, "results_client": waiting,
     }  # fmt: skip
     return of_others[role](queue)
 
@@ -388,6 +427,36 @@ def test_a_worker_of_celery(admin: Admin, tmp_path: Path) -> None:
         assert not [line for line in shop.logs[0].read_text().splitlines() if "ERROR" in line]
     finally:
         shop.close()
+        app.close()
+
+
+@POSTGRES
+@pytest.mark.req("C9", "D10")
+def test_a_worker_that_stores_and_a_client_that_waits(admin: Admin, tmp_path: Path) -> None:
+    """Real ones. The client can take back nothing, and a reader sees that there is a result, but not which."""
+    worker_url = f"dbqueue+{admin.user('celery_worker', 'results_worker')}"
+    client_url = f"dbqueue+{admin.user('celery_publisher', 'results_client')}"
+    shop = Shop(tmp_path, worker_url, {}, backend=worker_url)
+    app = celery.Celery("shop", broker=client_url, backend=client_url, set_as_current=False)
+    app.conf.update(task_default_queue="shop")
+    try:
+        shop.worker(size=1)
+        result = app.send_task("shop.add", (1, 2))
+        assert result.get(timeout=60) == 3
+        header = [app.signature("shop.add", (n, n)) for n in range(3)]
+        assert celery.chord(header, app.signature("shop.total"), app=app).apply_async().get(timeout=60) == 6
+        app.GroupResult("g", [result]).save()
+        assert app.GroupResult.restore("g").get(timeout=60) == [3]
+        for call in (result.forget, lambda: app.backend.mark_as_failure(result.id, ValueError())):
+            with refused():
+                call()
+        assert result.get(timeout=60) == 3
+        with psycopg.connect(admin.user("reader")) as own, pytest.raises(psycopg.errors.InsufficientPrivilege):
+            own.execute("SELECT meta FROM dbqueue_results")
+        assert not [line for line in shop.logs[0].read_text().splitlines() if "ERROR" in line]
+    finally:
+        shop.close()
+        app.backend.place.database.close()
         app.close()
 
 

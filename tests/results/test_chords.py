@@ -276,9 +276,7 @@ def test_a_part_that_would_wait_for_its_own_thread_is_refused_at_once(app: Celer
     assert result.get(timeout=5) == [2, 2]
 
 
-def test_a_broker_in_another_database(
-    make_database_url: Callable[[], str], broker_url: str, queue: DBQueue
-) -> None:
+def test_a_broker_in_another_database(make_database_url: Callable[[], str], broker_url: str, queue: DBQueue) -> None:
     app = make_app(f"dbqueue+{make_database_url()}", broker_url)
     with closing(Hand(app)) as hand:
         result = chord([task(app, "add").s(n, 0) for n in range(3)])(task(app, "total").s())
