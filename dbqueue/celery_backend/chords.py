@@ -230,7 +230,11 @@ class Chords(_Celerys):
             raise error  # Celery takes it, and its traceback, from there
         except ChordError:
             self.chord_error_from_stack(maybe_signature(part.body, app=self.app), error)
-        self._persist(lambda: self._write(lambda dialect, session: results.end_chord(dialect, session, part.group_id)))
+        self._persist(
+            lambda: self._write(
+                lambda dialect, session: results.end_chord(dialect, session, part.group_id), several=True
+            )
+        )
 
     def _header_values(self, session: OwnSession, group_id: str) -> list[Any]:
         """What the parts returned: in the order of the header, or in its shape, where groups in it made one. Raises ChordError."""
