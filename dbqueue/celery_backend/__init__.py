@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from celery import states
 from celery.backends.asynchronous import AsyncBackendMixin, BaseResultConsumer
 from celery.backends.base import Backend as CeleryBackend
-from celery.exceptions import BackendStoreError, ImproperlyConfigured
+from celery.exceptions import BackendStoreError, ChordError, ImproperlyConfigured
 from celery.exceptions import TimeoutError as CeleryTimeout
 from celery.result import AsyncResult, result_from_tuple
 from celery.utils.time import get_exponential_backoff_interval
@@ -287,14 +287,8 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
             self._current.session = before
 
     def exception_safe_to_retry(self, exc: BaseException) -> bool:
-        """Not what failed inside of a transaction: that as a whole is tried again, or it is the caller's, and broken now."""
-        if self._current.session is not None:
-            return False
-        if isinstance(exc, EnqueueFailed) and exc.__cause__ is not None:
-            if joined.current() is not None:
-                return False
-            exc = exc.__cause__
-        return isinstance(exc, (ConnectionLost, DatabaseBusy))
+        """Not what failed inside of a transaction: that as a whole is tried again."""
+        return self._current.session is None and isinstance(exc, (ConnectionLost, DatabaseBusy))
 
     def _persist(self, call: Callable[[], T]) -> T:
         """Tries again as Celery does around the operations that it knows, as the app's settings for backends say."""
@@ -390,8 +384,14 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
             time.sleep(pause if until is None else max(0.0, min(pause, until - time.monotonic())))
 
     def wait_for_pending(self, result: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a chord that fails while this waits, the header's own error is raised, as it is for whoever asks later."""
         refuse_in_transaction()
-        return super().wait_for_pending(result, *args, **kwargs)
+        try:
+            return super().wait_for_pending(result, *args, **kwargs)
+        except ChordError:
+            if kwargs.get("on_interval") is not None:
+                kwargs["on_interval"]()
+            raise
 
     def iter_native(self, result: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_in_transaction()
