@@ -66,6 +66,10 @@ class Dialect(Protocol):
         """A text that every database runs, with ``:name`` for parameters, table names and ``now`` in braces, as this one takes it.
         ``{skip_locked}`` at the end of a subselect: rows are taken in its order, and none is waited for, where rows are locked."""
 
+    def among(self, column: str, values: Sequence[str]) -> tuple[str, dict[str, Any]]:
+        """A condition of a portable text that the column has one of these values, of which there is one at least, and its parameters.
+        There are few texts, however many values, so each is prepared."""
+
     # schema
     def lock_schema(self, session: Session) -> None: ...
     def schema_version(self, session: Session) -> int | None: ...

@@ -343,6 +343,9 @@ class Postgres:
             known = self._portable[text] = filled
         return known
 
+    def among(self, column: str, values: Sequence[str]) -> tuple[str, dict[str, Any]]:
+        return f"{column} = ANY(:values::text[])", {"values": list(values)}
+
     def _clock(self) -> dict[str, Any]:
         return {"offset": self.clock.offset}
 

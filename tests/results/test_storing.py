@@ -278,6 +278,21 @@ def test_whoever_stores_prunes_without_beat(make_app: MakeApp, queue: DBQueue, m
     assert [row[0] for row in rows(queue)] == ["b", "c"]
 
 
+@pytest.mark.databases("postgres")
+def test_pruning_waits_for_nobody(make_app: MakeApp, queue: DBQueue) -> None:
+    app = make_app(result_expires=60)
+    for n in range(3):
+        app.backend.mark_as_done(f"t{n}", n)
+    move_clock(app, 61)
+    database = queue.database
+    with database.transaction() as session:
+        session.execute(database.dialect.portable("SELECT 1 FROM {results} WHERE task_id = 't1' FOR UPDATE"))
+        app.backend.cleanup()
+        assert rows(queue) == [("t1", "SUCCESS")]
+    app.backend.cleanup()
+    assert rows(queue) == []
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
