@@ -452,11 +452,11 @@ def test_a_backend_for_all_threads(make_app: MakeApp) -> None:
     found: list[Any] = []
     for safe in (True, False):
         app = make_app(result_backend_thread_safe=safe)
-        found.clear()
+        found[:] = [app.backend]
         threads = [threading.Thread(target=lambda app=app: found.append(app.backend)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len({id(backend) for backend in [*found, app.backend]}) == (1 if safe else 3)
+        assert len({id(backend) for backend in found}) == (1 if safe else 3)
         assert len({id(backend.place) for backend in found}) == 1

@@ -144,7 +144,8 @@ _RESULTS = (
     _NUMBERS
     + "INSERT INTO {results} (task_id, state, meta, expires_at, stored_at) SELECT 'task' || g, 'SUCCESS', $NONE, "
     "CASE WHEN g < 50 THEN g - 50 ELSE :now + 600000000 + g END, :now FROM g",
-    _NUMBERS + "INSERT INTO {groups} (group_id, meta, expires_at) SELECT 'task' || g, $NONE, :now + 600000000 + g FROM g",
+    _NUMBERS
+    + "INSERT INTO {groups} (group_id, meta, expires_at) SELECT 'task' || g, $NONE, :now + 600000000 + g FROM g",
     _NUMBERS + "INSERT INTO {chords} (group_id, size, expires_at) SELECT 'task' || g, 2, :now + 600000000 + g FROM g",
 )
 _JOBS = (
