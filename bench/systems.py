@@ -514,6 +514,7 @@ SYSTEMS: dict[str, System] = {
         CeleryOn("celery-rabbitmq", "rabbitmq", "{BENCH_AMQP}"),
         CeleryOn("celery-dbqueue", "postgresql", "dbqueue+{BENCH_PG}"),
         CeleryWaits("results-rabbitmq-redis", "rabbitmq", "{BENCH_AMQP}", "{BENCH_REDIS}", ("redis",)),
+        CeleryWaits("results-rabbitmq-dbqueue", "postgresql", "{BENCH_AMQP}", "dbqueue+{BENCH_PG}", ("rabbitmq",)),
         CeleryWaits("results-dbqueue", "postgresql", "dbqueue+{BENCH_PG}", "dbqueue+{BENCH_PG}"),
         CeleryWaits("results-db+", "postgresql", "dbqueue+{BENCH_PG}", "db+{BENCH_PG}"),
         CeleryWaits(

@@ -34,7 +34,7 @@ from dbqueue.celery_backend.waiting import Hub, Inbox
 from dbqueue.database import joined
 from dbqueue.database.dialect import Dialect, OwnSession, Session
 from dbqueue.database.engine import Database
-from dbqueue.errors import ConnectionLost, DatabaseBusy, EnqueueFailed, NotSupported, QueueError
+from dbqueue.errors import ConnectionLost, DatabaseBusy, NotSupported, QueueError
 from dbqueue.queue import open_database
 from dbqueue.runtime.idle import IdleSessions
 

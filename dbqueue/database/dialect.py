@@ -73,6 +73,10 @@ class Dialect(Protocol):
         """One statement that reads along an index and stops at its LIMIT, whatever the table's statistics say; outside of a
         transaction of ours, or in a caller's, where the planner is left alone."""
 
+    def among(self, column: str, values: Sequence[str]) -> tuple[str, dict[str, Any]]:
+        """A condition of a portable text that the column has one of these values, of which there is one at least, and its parameters.
+        There are few texts, however many values, so each is prepared."""
+
     # schema
     def lock_schema(self, session: Session) -> None: ...
     def schema_version(self, session: Session) -> int | None: ...

@@ -364,6 +364,9 @@ class Postgres:
             return session.planned((text, params))[0][1]
         return session.execute(text, params)
 
+    def among(self, column: str, values: Sequence[str]) -> tuple[str, dict[str, Any]]:
+        return f"{column} = ANY(:values::text[])", {"values": list(values)}
+
     def _clock(self) -> dict[str, Any]:
         return {"offset": self.clock.offset}
 

@@ -508,6 +508,11 @@ class Sqlite:
     def read_in_order(self, session: Session, text: str, params: Params) -> list[Row]:
         return session.execute(text, params)
 
+    def among(self, column: str, values: Sequence[str]) -> tuple[str, dict[str, Any]]:
+        width = 1 << (len(values) - 1).bit_length()  # filled up by repeating the last
+        names = {f"v{n}": values[min(n, len(values) - 1)] for n in range(width)}
+        return f"{column} IN ({', '.join(':' + name for name in names)})", names
+
     def _text(self, template: str) -> str:
         return self._texts.get(template) or self._texts.setdefault(template, self.names.fill(template))
 

@@ -24,6 +24,7 @@ from celery.utils.nodenames import worker_direct
 
 import dbqueue
 from dbqueue import DBQueue
+from dbqueue.celery_backend import options as results_options
 from dbqueue.kombu_transport import options
 from tests.examples import configured
 from tests.servers import Server
@@ -392,6 +393,16 @@ def test_one_worker_and_all_workers_can_be_addressed(make: Make) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+# What Celery does with a result before or after its backend has it.
+NOT_OURS = {
+    "result_cache_max",
+    "result_chord_join_timeout",
+    "result_chord_retry_interval",
+    "result_chord_max_ttl",
+    "result_chord_expires",
+}
+
+
 def settings_table() -> list[list[str]]:
     page = DOCUMENT.read_text(encoding="utf-8")
     section = re.search(r"^## Celery's settings\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
@@ -421,11 +432,18 @@ def test_every_option_has_a_row() -> None:
     assert told == set(options._OWN)
 
 
+def test_every_option_of_results_is_told() -> None:
+    section = re.search(r"^## Results\n(.*?)(?=^## )", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert section is not None
+    assert set(re.findall(r"`([a-z_]+)`", section[1])) >= results_options._OWN
+
+
 def test_every_setting_of_the_broker_has_a_row() -> None:
     from celery.app.defaults import DEFAULTS
 
     told = {name for row in settings_table() for name in re.findall(r"`([a-z_]+)`", row[0])}
-    wanted = {name for name in DEFAULTS if name.startswith(("beat_", "broker_"))} | {
+    of_all_results = {name for name in DEFAULTS if name.startswith("result_")} - NOT_OURS
+    wanted = of_all_results | {name for name in DEFAULTS if name.startswith(("beat_", "broker_"))} | {
         "task_acks_late", "task_acks_on_failure_or_timeout", "task_reject_on_worker_lost", "worker_deduplicate_successful_tasks",
         "worker_disable_prefetch", "worker_prefetch_multiplier", "worker_eta_task_limit", "worker_detect_quorum_queues",
         "worker_cancel_long_running_tasks_on_connection_loss", "worker_enable_prefetch_count_reduction", "worker_soft_shutdown_timeout",
@@ -437,7 +455,8 @@ def test_every_setting_of_the_broker_has_a_row() -> None:
         for name in told
         if name not in DEFAULTS
         and not name.startswith("dbqueue_beat_")
-        and name not in ("visibility_timeout", "priority_steps", "expires", "add_periodic_task")
+        and name
+        not in ("visibility_timeout", "priority_steps", "expires", "add_periodic_task", "result_backend_thread_safe")
     }
     assert wanted <= told
     if celery.VERSION >= (5, 7):  # older ones do not know them all

@@ -278,6 +278,21 @@ def test_whoever_stores_prunes_without_beat(make_app: MakeApp, queue: DBQueue, m
     assert [row[0] for row in rows(queue)] == ["b", "c"]
 
 
+@pytest.mark.databases("postgres")
+def test_pruning_waits_for_nobody(make_app: MakeApp, queue: DBQueue) -> None:
+    app = make_app(result_expires=60)
+    for n in range(3):
+        app.backend.mark_as_done(f"t{n}", n)
+    move_clock(app, 61)
+    database = queue.database
+    with database.transaction() as session:
+        session.execute(database.dialect.portable("SELECT 1 FROM {results} WHERE task_id = 't1' FOR UPDATE"))
+        app.backend.cleanup()
+        assert rows(queue) == [("t1", "SUCCESS")]
+    app.backend.cleanup()
+    assert rows(queue) == []
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -437,11 +452,11 @@ def test_a_backend_for_all_threads(make_app: MakeApp) -> None:
     found: list[Any] = []
     for safe in (True, False):
         app = make_app(result_backend_thread_safe=safe)
-        found.clear()
+        found[:] = [app.backend]
         threads = [threading.Thread(target=lambda app=app: found.append(app.backend)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len({id(backend) for backend in [*found, app.backend]}) == (1 if safe else 3)
+        assert len({id(backend) for backend in found}) == (1 if safe else 3)
         assert len({id(backend.place) for backend in found}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import Empty, Queue
 from statistics import median
 from typing import Any
 
@@ -507,3 +509,47 @@ def test_a_failure_to_decode_is_raised_where_it_is_waited_for(make_app: MakeApp,
     with pytest.raises(Exception, match=r"."):
         reader.AsyncResult("a").get(timeout=5)
     assert writer.AsyncResult("a").state == states.SUCCESS
+
+
+@pytest.mark.soak
+def test_no_bell_is_lost_in_a_crowd(make_app: MakeApp, database: str) -> None:
+    """Threads ask and wait, others store: in transactions that stay open until the next one has begun to wait, where there can be
+    such. A bell that was lost would show as a wait of five seconds."""
+    app, asked, slow = make_app(), Queue[str | None](), []
+    backend = app.backend
+    database_ = backend.place.database
+    backend.get_state("x")
+
+    def ask(number: int) -> None:
+        for n in range(60):
+            name = f"{number}.{n}"
+            result = app.AsyncResult(name)
+            asked.put(name)
+            began = time.monotonic()
+            assert result.get(timeout=60) == name
+            slow.append(time.monotonic() - began)
+
+    def store() -> None:
+        meta = {"status": "SUCCESS", "traceback": None, "children": []}
+        while (name := asked.get()) is not None:
+            if database == "sqlite":
+                app.backend.mark_as_done(name, name)
+                continue
+            with database_.transaction() as session:
+                raw = backend.encode({**meta, "task_id": name, "result": name}).encode()
+                results.store(database_.dialect, session, name, "SUCCESS", raw, None)
+                with contextlib.suppress(Empty):
+                    asked.put(asked.get(timeout=0.02))  # somebody else asks meanwhile, or nobody does
+
+    storing = [threading.Thread(target=store) for _ in range(3)]
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in (*storing, *asking):
+        thread.start()
+    for thread in asking:
+        thread.join(100)
+    for _ in storing:
+        asked.put(None)
+    for thread in storing:
+        thread.join(20)
+    assert len(slow) == 6 * 60
+    assert max(slow) < waiting.POLL - 0.5, max(slow)

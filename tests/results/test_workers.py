@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from celery import group
+from celery import chord, group
 from celery.result import AsyncResult
 
 from dbqueue import DBQueue
 from tests.servers import Server
-from tests.transport.shops import Shop, need_package
+from tests.transport.shops import ROOT, Shop, need_package
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.req("C9"), pytest.mark.timeout(180)]
@@ -65,6 +66,12 @@ def test_a_worker_stores_and_a_client_waits(make_shop: MakeShop, broker_url: str
     assert heard[-1] == "SUCCESS"
     chained = (tasks.add.s(1, 1) | tasks.add.s(5)).delay()
     assert chained.get(timeout=60) == 7
+    page = (ROOT / "docs" / "celery.md").read_text(encoding="utf-8")
+    example = re.search(r"^## Results\n.*?```python\n(result = .*?)```", page, re.DOTALL | re.MULTILINE)
+    assert example is not None
+    names: dict[str, Any] = {"add": tasks.add, "total": tasks.total, "group": group, "chord": chord}
+    exec(example[1], names)
+    assert names["result"].get(timeout=10) == 5
     extended = AsyncResult(chained.id, app=tasks.app)
     assert (extended.name, list(extended.args)) == ("shop.add", [2, 5])
     ignored = tasks.silent.apply_async((1,), ignore_result=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from dbqueue import routing
+from dbqueue import results, routing
 from dbqueue.clock import SECOND
 from dbqueue.database.dialect import Dialect, OwnSession, Row, Session
 from dbqueue.database.engine import Database
@@ -16,7 +16,7 @@ from dbqueue.ids import ZERO
 from dbqueue.mail import Mail
 from dbqueue.routing import Exchange, Queue
 
-QUEUES, LETTERS, JOBS = 5_000, 100_000, 100_000
+QUEUES, LETTERS, JOBS, RESULTS = 5_000, 100_000, 100_000, 100_000
 FOLLOWERS = 200
 """Queues that are bound to the fanout exchange, and as many clients that wait for a reply."""
 LIMIT = 100
@@ -40,6 +40,8 @@ class Heard(Session):
         self.statements: list[Statement] = []
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> list[Row]:
+        if " FROM " not in statement.replace("epoch FROM", "") and statement.startswith("SELECT"):
+            return [(0,)]  # the clock
         self.statements.append(Statement(statement, params or {}))
         if "max(id), count(*)" in statement:  # a batch that was not full
             return [(LETTERS, 1)]
@@ -96,6 +98,23 @@ VERBS: Mapping[str, Verb] = {
 }  # fmt: skip
 
 
+RESULT_VERBS: Mapping[str, Verb] = {
+    "store_result": lambda d, s: results.store(d, s, "task7", "SUCCESS", b"{}", SECOND),
+    "load_result": lambda d, s: results.load(d, s, ["task7"]),
+    "load_results": lambda d, s: results.load(d, s, [f"task{g}" for g in range(0, 100_000, 200)]),
+    "describe_result": lambda d, s: results.describe(d, s, "task7", with_size=True),
+    "forget_result": lambda d, s: results.forget(d, s, "task7"),
+    "save_group": lambda d, s: results.save_group(d, s, "task7", b"{}", SECOND),
+    "load_group": lambda d, s: results.load_group(d, s, "task7"),
+    "delete_group": lambda d, s: results.delete_group(d, s, "task7"),
+    "prune_results": lambda d, s: results.prune(d, s, LIMIT),
+    "prune_results_found": lambda d, s: results._delete(d, s, "results", "task_id", [f"task{g}" for g in range(50)]),
+}  # fmt: skip
+"""Of the result backend."""
+
+ALL_VERBS = {**VERBS, **RESULT_VERBS}
+
+
 def statements_of(dialect: Dialect, verb: Verb) -> list[Statement]:
     heard = Heard()
     verb(dialect, heard)
@@ -105,7 +124,7 @@ def statements_of(dialect: Dialect, verb: Verb) -> list[Statement]:
 def texts(dialect: Dialect) -> dict[str, str]:
     """Every text once, under the name of the first verb that sends it; a verb's second and later ones are numbered."""
     named: dict[str, str] = {}
-    for name, verb in VERBS.items():
+    for name, verb in ALL_VERBS.items():
         for number, statement in enumerate(statements_of(dialect, verb), 1):
             if statement.text not in named.values():
                 named[name if number == 1 else f"{name}_{number}"] = statement.text
@@ -125,6 +144,14 @@ _TABLES = (
     _NUMBERS + "INSERT INTO {consumers} SELECT 't' || g, 'q' || g, 'w' || (g % 100), :now + 600000000 FROM g",
     _NUMBERS + "INSERT INTO {revoked} SELECT 'task' || g, :now + 600000000 FROM g",
 )
+_RESULTS = (
+    _NUMBERS
+    + "INSERT INTO {results} (task_id, state, meta, expires_at, stored_at) SELECT 'task' || g, 'SUCCESS', $NONE, "
+    "CASE WHEN g < 50 THEN g - 50 ELSE :now + 600000000 + g END, :now FROM g",
+    _NUMBERS
+    + "INSERT INTO {groups} (group_id, meta, expires_at) SELECT 'task' || g, $NONE, :now + 600000000 + g FROM g",
+    _NUMBERS + "INSERT INTO {chords} (group_id, size, expires_at) SELECT 'task' || g, 2, :now + 600000000 + g FROM g",
+)
 _JOBS = (
     _NUMBERS + "INSERT INTO {jobs} (id, target, queue, priority, payload, head, state, run_at, ready_at, max_attempts, "
     "expires_at, created_at, updated_at) SELECT $ID, 'dbqueue.message.t', 'q' || (g % 4), 9, $NONE, $NONE, 0, "
@@ -140,12 +167,14 @@ _MAIL = (
 
 def fill(database: Database, session: Session, mail: Session) -> None:
     """Thousands of queues and consumers, 100,000 letters of which most readers have seen all but the last 500 (queue q4: none), and
-    100,000 messages in four queues, half of them for a later time."""
+    100,000 messages in four queues, half of them for a later time. 100,000 results, 50 of which have expired."""
     dialect = database.dialect
     now = dialect.now(session)
     for text in _TABLES:
         _run(dialect, session, text, QUEUES, now)
     _run(dialect, session, _JOBS, JOBS, now)
+    for text in _RESULTS:
+        _run(dialect, session, text, RESULTS, now)
     for text, count in zip(_MAIL, (LETTERS, QUEUES), strict=True):
         _run(dialect, mail, text, count, now)
     if dialect.name == "postgresql":

@@ -16,7 +16,18 @@ from dbqueue.mail import BATCH, PRUNED
 from tests.factory import opened
 from tests.servers import Server
 from tests.sql import broker
-from tests.sql.broker import EVENTS, FOLLOWERS, LETTERS, LIMIT, VERBS, Overheard, Statement, Verb, statements_of
+from tests.sql.broker import (
+    ALL_VERBS,
+    EVENTS,
+    FOLLOWERS,
+    LETTERS,
+    LIMIT,
+    VERBS,
+    Overheard,
+    Statement,
+    Verb,
+    statements_of,
+)
 from tests.sql.filled import Filled, fill_one_queue
 from tests.sql.filled import analysed as analysed
 from tests.sql.filled import filled_databases as filled_databases
@@ -24,7 +35,7 @@ from tests.sql.plans import Plan, explain
 
 pytestmark = [pytest.mark.databases("postgres"), pytest.mark.req("D11", "C1")]
 
-LARGE = {"dbqueue_jobs", "dbqueue_finished", "dbqueue_mail"}
+LARGE = {f"dbqueue_{name}" for name in ("jobs", "finished", "mail", "results", "groups", "chords")}
 """Tables that nothing may read whole, unless it has to."""
 MODES = ("force_generic_plan", "force_custom_plan")
 
@@ -36,7 +47,19 @@ def big(analysed: bool, postgres: Server, filled_databases: dict[str, Filled]) -
         context = opened(postgres.dsn(postgres.create_database()))
         database = context.__enter__()
         with database.session() as session:
-            for table in ("jobs", "mail", "cursors", "queues", "bindings", "consumers", "exchanges", "revoked"):
+            for table in (
+                "jobs",
+                "mail",
+                "cursors",
+                "queues",
+                "bindings",
+                "consumers",
+                "exchanges",
+                "revoked",
+                "results",
+                "groups",
+                "chords",
+            ):
                 session.execute(f"ALTER TABLE dbqueue_{table} SET (autovacuum_enabled = off)")
             broker.fill(database, session, session)
             if analysed:
@@ -75,6 +98,16 @@ COSTS = {
     "remove_consumer": ({"consumers_pkey", "consumers_queue", "queues_pkey"}, 3, 25),
     "consumer_count": ({"consumers_queue"}, 4, 10),
     "expired_messages": ({"jobs_expires"}, 0, 10),
+    "store_result": ({"results_pkey"}, 0, 40),
+    "load_result": ({"results_pkey"}, 1, 10),
+    "load_results": ({"results_pkey"}, 500, 2_100),
+    "describe_result": ({"results_pkey"}, 1, 10),
+    "forget_result": ({"results_pkey"}, 1, 15),
+    "save_group": ({"groups_pkey"}, 0, 40),
+    "load_group": ({"groups_pkey"}, 1, 10),
+    "delete_group": ({"groups_pkey"}, 1, 15),
+    "prune_results_found": ({"results_pkey"}, 50, 250),
+    "prune_results": ({"results_expires", "groups_expires", "chords_expires"}, 60, 100),
     "mail_open": ({"mail_pkey", "cursors_pkey"}, 2, 25),
     "mail_begin": ({"cursors_pkey"}, 0, 20),
     "mail_look": ({"mail_pkey", "cursors_pkey"}, 1_100, 60),
@@ -85,6 +118,9 @@ YOUNG = {
     "ready": (100_000, 10_000),
     "routes": (broker.QUEUES + 4 * FOLLOWERS, 8 * FOLLOWERS),
     "bindings_of": (1_020, 60),
+    "load_result": (3, 10),
+    "load_results": (1_000, 2_100),
+    "prune_results_found": (100, 250),
 }
 """Before the first ANALYZE, where that differs: the planner takes every range to be short and sorts it."""
 
@@ -94,7 +130,7 @@ def test_a_statement_finds_its_rows(big: Database, session: OwnSession, analysed
     indexes, rows, pages = COSTS[verb]
     if not analysed:
         rows, pages = YOUNG.get(verb, (rows, pages))
-    found = plans(session, statements_of(big.dialect, VERBS[verb]))
+    found = plans(session, statements_of(big.dialect, ALL_VERBS[verb]))
     for plan in found:
         assert not plan.sequential & LARGE
         assert plan.rows_read <= rows, (plan.rows_read, plan.root)

@@ -1,0 +1,1 @@
+SELECT state, stored_at, expires_at, length(meta) FROM "public"."dbqueue_results" WHERE task_id = %(task_id)s AND (expires_at IS NULL OR expires_at > ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint))

@@ -1,0 +1,1 @@
+SELECT task_id, state, meta FROM "public"."dbqueue_results" WHERE task_id = ANY(%(values)s::text[]) AND (expires_at IS NULL OR expires_at > ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint))

@@ -1,0 +1,1 @@
+INSERT INTO "public"."dbqueue_groups" (group_id, meta, expires_at) SELECT %(group_id)s, %(meta)s, ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint) + %(ttl)s WHERE 1 = 1 ON CONFLICT (group_id) DO UPDATE SET meta = excluded.meta, expires_at = excluded.expires_at

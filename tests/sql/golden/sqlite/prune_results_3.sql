@@ -1,0 +1,1 @@
+SELECT group_id FROM "dbqueue_chords" WHERE expires_at <= :now ORDER BY expires_at LIMIT 100

@@ -1,0 +1,1 @@
+INSERT INTO "dbqueue_groups" (group_id, meta, expires_at) SELECT :group_id, :meta, (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset) + :ttl WHERE 1 = 1 ON CONFLICT (group_id) DO UPDATE SET meta = excluded.meta, expires_at = excluded.expires_at
