@@ -22,6 +22,8 @@ from dbqueue.celery_beat.scheduler import Scheduler, source_of
 from dbqueue.clock import SECOND, to_instant
 from dbqueue.errors import ConfigError, NotSupported, ScheduleNotFound
 from tests.beat.conftest import TASK, Beats, idle, slot_id
+from tests.doors.conftest import Run
+from tests.doors.conftest import cli as cli
 
 EVERY = {"task": TASK, "schedule": 60}
 MINUTELY = {"task": TASK, "schedule": crontab()}
@@ -642,6 +644,22 @@ def test_running_an_entry_by_hand(beats: Beats) -> None:
         source_of(app).run_now("other")
     with pytest.raises(NotSupported, match="bad"):
         source_of(app).run_now("bad")
+
+
+@pytest.mark.req("C7")
+def test_entries_are_seen_and_paused_by_command(beats: Beats, cli: Run) -> None:
+    idle(beats.beat({"minutely": MINUTELY}))
+    url = ("--url", beats.queue.settings.url)
+    assert cli("schedules", "pause", "minutely", "--owner", "shop", *url).code == 0
+    listed = {entry["name"]: entry for entry in cli("schedules", "list", "--json", *url).json["schedules"]}
+    assert (listed["minutely"]["owner"], listed["minutely"]["state"], listed["minutely"]["spec"]) == (
+        "shop",
+        "paused",
+        "* * * * *",
+    )
+    assert cli("schedules", "resume", "minutely", "--owner", "shop", *url).code == 0
+    idle(beats.beats[0])
+    assert len(cli("schedules", "next", "minutely", "--owner", "shop", "--json", *url).json["next"]) == 1
 
 
 def test_a_lazy_scheduler_touches_nothing(tmp_path: Any) -> None:
