@@ -133,6 +133,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.databases("postgres")
 @pytest.mark.parametrize("pool", ["gevent", pytest.param("threads", marks=pytest.mark.soak)])
 def test_greenlets_wait(make_shop: MakeShop, broker_url: str, queue: DBQueue, pool: str) -> None:
     """In the client, each with a drainer of its own, and in a worker's pool."""
