@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy
 from celery import Celery
 
-from dbqueue import DBQueue, EnqueueFailed, WouldDeadlock, using
+from dbqueue import ConnectionLost, DBQueue, EnqueueFailed, WouldDeadlock, using
 
 pytestmark = pytest.mark.req("C9", "C5")
 
@@ -65,3 +65,12 @@ def test_an_error_leaves_at_once_and_is_not_tried_again(app: Celery, database_ur
         with pytest.raises(EnqueueFailed):
             app.GroupResult("g", [app.AsyncResult("a")]).save()
     assert len(tries) == 1
+
+
+def test_a_lost_connection_is_no_reason_to_hold_the_callers_transaction(app: Celery, engine: sqlalchemy.Engine) -> None:
+    """Outside of the block, and in a transaction of the backend's own, the same error is."""
+    lost = EnqueueFailed("lost")
+    lost.__cause__ = ConnectionLost("lost")
+    assert app.backend.exception_safe_to_retry(lost)
+    with engine.connect() as connection, using(connection):
+        assert not app.backend.exception_safe_to_retry(lost)

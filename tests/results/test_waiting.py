@@ -268,6 +268,7 @@ def test_a_result_rings_few_of_those_who_wait(app: Celery, monkeypatch: pytest.M
     """One of 64 names: a process is seldom woken for results of others."""
     waiter = waits_for(app, "a")
     others = [f"t{n}" for n in range(500) if results.bell(f"t{n}") != results.bell("a")][:20]
+    assert len(others) == 20
     with counted(monkeypatch) as reads:
         for name in others:
             app.backend.mark_as_done(name, 1)
@@ -290,29 +291,40 @@ def test_the_connection_is_closed_after_a_while_and_opened_again(
         wait_for(lambda: sessions(postgres, told) <= 2, 10)
 
 
-def test_states_on_the_way_are_told(app: Celery) -> None:
+def test_states_on_the_way_are_told(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, however often it is read."""
     heard: list[Any] = []
     waiter = waits_for(app, "a", on_message=lambda meta: heard.append((meta["status"], meta["result"])))
     for n in range(3):
         app.backend.store_result("a", {"done": n}, "PROGRESS")
         wait_for(lambda n=n: ("PROGRESS", {"done": n}) in heard)
+    neighbour = next(name for name in (f"t{n}" for n in range(10_000)) if results.bell(name) == results.bell("a"))
+    with counted(monkeypatch) as reads:
+        app.backend.mark_as_done(neighbour, 1)
+        wait_for(lambda: reads)
+    asleep(app, ["a"])
     app.backend.mark_as_done("a", 1)
     assert waiter.value == 1
     assert heard == [("PROGRESS", {"done": 0}), ("PROGRESS", {"done": 1}), ("PROGRESS", {"done": 2}), ("SUCCESS", 1)]
 
 
 def test_callbacks_of_others_are_called_meanwhile(app: Celery) -> None:
+    """Also where the sleep is announced already, for a bell that all of them share."""
+    bell = results.bell("earlier")
+    ready, later, own = [name for name in (f"t{n}" for n in range(10_000)) if results.bell(name) == bell][:3]
+    app.backend.mark_as_done(ready, 1)
+    earlier = waits_for(app, "earlier")
+    app.backend.mark_as_done("earlier", 1)
+    assert earlier.value == 1
     called: list[Any] = []
-    ready, later = app.AsyncResult("ready"), app.AsyncResult("later")
-    app.backend.mark_as_done("ready", 1)
-    for result in (ready, later):
-        result.then(lambda result: called.append(result.id))
-    waiter = Waiter(AsyncResult("a", app=app, backend=app.backend))
-    wait_for(lambda: called == ["ready"])
-    asleep(app, ["a"])
-    app.backend.mark_as_done("later", 1)
-    wait_for(lambda: called == ["ready", "later"])
-    app.backend.mark_as_done("a", 1)
+    for name in (ready, later):
+        app.AsyncResult(name).then(lambda result: called.append(result.id))
+    waiter = Waiter(AsyncResult(own, app=app, backend=app.backend))
+    wait_for(lambda: called == [ready], waiting.POLL - 2)
+    asleep(app, [own])
+    app.backend.mark_as_done(later, 1)
+    wait_for(lambda: called == [ready, later])
+    app.backend.mark_as_done(own, 1)
     assert waiter.value == 1
 
 
@@ -470,7 +482,7 @@ def test_the_garbage_collector_may_come_at_any_moment(app: Celery) -> None:
 
 def test_what_nobody_waits_for_costs_little(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     """Celery remembers the members of a group that was only sent. They hold no connection, and each read asks for a part of them."""
-    group = app.GroupResult("g", [app.AsyncResult(f"t{n}") for n in range(1_500)])
+    group = app.GroupResult("g", [app.AsyncResult(f"t{n}") for n in range(3_000)])
     group._on_full.finalize()
     with counted(monkeypatch) as reads:
         waiter = Waiter(AsyncResult("a", app=app, backend=app.backend))  # the one that remembers them
