@@ -124,7 +124,7 @@ def test_a_retry_counts_however_the_task_ends(queue: DBQueue, bridge: Bridge, wa
 def test_a_retry_may_have_other_arguments_but_is_the_same_job(queue: DBQueue, bridge: Bridge) -> None:
     seen: Seen = []
 
-    @bridge.task(bind=True, default_retry_delay=0)
+    @bridge.task(bind=True, default_retry_delay=0, max_retries=9)
     def walk(self: Any, step: int, *, far: bool = False) -> None:
         seen.append((step, far))
         if step == 0:
