@@ -148,7 +148,7 @@ def test_what_has_expired_is_never_begun(queue: DBQueue, tasks: Tasks) -> None:
         tasks.add.apply_async((4,), countdown=70, expires=50),
         tasks.brief.delay(),
     ]
-    early = [tasks.add.apply_async((5,), expires=3600), tasks.brief.apply_async(expires=None)]
+    early = [tasks.add.apply_async((5,), expires=100), tasks.brief.apply_async(expires=None)]
     advance(queue, 75)
     drained(queue)
     assert sorted(map(str, tasks.seen)) == ["(5, 2)", "brief"]

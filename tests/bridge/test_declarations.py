@@ -183,6 +183,7 @@ def test_a_task_inside_of_another_has_a_request_of_its_own(bridge: Bridge) -> No
         return inner(), self.request.id
 
     assert outer.apply(task_id="o").get() == ((True, None, "o"), "o")
+    assert (outer.request.id, outer.request.called_directly) == (None, True), "nothing of a run is left"
 
 
 @pytest.mark.req("C8")

@@ -40,6 +40,7 @@ def test_retries_are_counted_as_celery_counts_them(queue: DBQueue, bridge: Bridg
 
     @bridge.task(bind=True, max_retries=limit, default_retry_delay=10)
     def fail(self: Any, n: int) -> None:
+        assert not self.request.delivery_info["redelivered"]
         seen.append((self.request.retries, self.request.id, self.request.args, self.request.headers))
         raise self.retry(exc=Boom("secret"))
 
@@ -123,9 +124,11 @@ def test_a_retry_counts_however_the_task_ends(queue: DBQueue, bridge: Bridge, wa
 def test_a_retry_may_have_other_arguments_but_is_the_same_job(queue: DBQueue, bridge: Bridge) -> None:
     seen: Seen = []
 
-    @bridge.task(bind=True, default_retry_delay=0)
+    @bridge.task(bind=True, default_retry_delay=0, max_retries=9)
     def walk(self: Any, step: int, *, far: bool = False) -> None:
         seen.append((step, far))
+        if step == 0:
+            self.retry(args=(1,))
         if step == 1:
             self.retry(kwargs={"step": 2, "far": True})
         if step == 2:
@@ -138,9 +141,9 @@ def test_a_retry_may_have_other_arguments_but_is_the_same_job(queue: DBQueue, br
                 self.retry(args=(1, 2, 3))
             self.retry(args=(Boom(),))
 
-    result = walk.delay(1)
+    result = walk.delay(step=0)
     drained(queue)
-    assert seen == [(1, False), (2, True), (3, True)]
+    assert seen == [(0, False), (1, False), (2, True), (3, True)]
     assert outcome(record(queue, result.job_id)) == ("dead", "failed", "InvalidPayload")
 
 
@@ -172,7 +175,11 @@ def test_autoretry(queue: DBQueue, bridge: Bridge) -> None:
     )  # fmt: skip
     def auto(self: Any, kind: str) -> None:
         seen.append(self.request.retries)
-        raise {"zero": ZeroDivisionError, "key": KeyError, "boom": Boom, "bury": Bury}[kind]
+        raise {"zero": ZeroDivisionError, "key": KeyError, "boom": Boom}[kind]
+
+    @bridge.task(name="any", autoretry_for=(Exception,))
+    def any_error() -> None:
+        raise Bury
 
     @bridge.task(name="plain", autoretry_for=(Boom,), retry_kwargs={"max_retries": 1, "countdown": 7})
     def plain() -> None:
@@ -188,7 +195,7 @@ def test_autoretry(queue: DBQueue, bridge: Bridge) -> None:
     drained(queue)
     assert waits == [3, 6, 10, 10]
     assert (seen, outcome(record(queue, job))[2]) == ([0, 1, 2, 3, 4], "ZeroDivisionError")
-    ends = [auto.delay(kind).job_id for kind in ("key", "boom", "bury")]
+    ends = [auto.delay(kind).job_id for kind in ("key", "boom")] + [any_error.delay().job_id]
     other = plain.delay().job_id
     drained(queue)
     assert [outcome(record(queue, end))[:2] for end in ends] == [
