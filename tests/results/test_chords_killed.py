@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.req("C9", "D12"), pytest.mark.timeout(300)]
 def check(url: str, scenario: str, which: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.results.dying", url, scenario, which],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     whole, *killed = map(json.loads, done.stdout.splitlines())
@@ -42,6 +42,7 @@ def test_a_worker_killed_before_its_commit(broker_url: str, queue: DBQueue, scen
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("scenario", ["returns", "fails", "chain"])
 def test_a_worker_killed_between_any_two_statements(broker_url: str, queue: DBQueue, scenario: str) -> None:
     check(broker_url, scenario, "all")
