@@ -11,7 +11,7 @@ from tests.conformance.suites import SUITES
 from tests.conformance.upstream import NEWEST, Environment
 
 pytestmark = [
-    pytest.mark.req("C2"),
+    pytest.mark.req("C2", "C9"),
     pytest.mark.parametrize("suite", list(SUITES)),
     pytest.mark.timeout(600),  # the first run on a machine installs what it needs
 ]
