@@ -87,6 +87,9 @@ _SCHEDULES = tuple(Right("schedules", verb) for verb in ("SELECT", "INSERT", "UP
 # The locks of a beat ask for UPDATE; what code declares is inserted when it starts.
 _BEAT = (*_SCHEDULES[:3], Right("jobs", "INSERT"), Right("jobs", "SELECT", ("id",)))
 
+# FOR SHARE asks for UPDATE, too.
+_OWN = tuple(Right("owners", verb) for verb in ("SELECT", "INSERT", "UPDATE"))
+
 ROLES: Mapping[str, tuple[Right, ...]] = {
     "publisher": (*_LOOK, *_PUBLISH),
     "worker": (*_LOOK, *(Right("jobs", verb) for verb in ("SELECT", "UPDATE", "DELETE")), *_HISTORY),
@@ -106,6 +109,7 @@ ROLES: Mapping[str, tuple[Right, ...]] = {
     "reader": (*_LOOK, *_READ),
     "celery_publisher": (*_LOOK, *_PUBLISH_MESSAGES),
     "celery_worker": (*_LOOK, *_JOBS, *_HISTORY, *_CONSUME),
+    "celery_beat": (*_LOOK, *_PUBLISH_MESSAGES, *_SCHEDULES[:3], *_OWN),
     "results_worker": (*_LOOK, *_STORE),
     "results_client": (*_LOOK, *_WAIT),
 }

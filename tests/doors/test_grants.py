@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 import dbqueue
-from dbqueue import DBQueue, Lock, ids, results, routing, schedules
+from dbqueue import DBQueue, Lock, ids, owners, results, routing, schedules
 from dbqueue.clock import SECOND
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import Letter, Names
@@ -289,6 +289,18 @@ def beating(queue: DBQueue) -> list[Step]:
     ]  # fmt: skip
 
 
+def owning(queue: DBQueue) -> list[Step]:
+    """What a beat does beside that for the entries of a Celery app."""
+    database = queue.database
+    dialect = database.dialect
+    entries = [schedules.Definition(owner="shop", name=name, spec="* * * * *") for name in ("some", "other")]
+    return [
+        lambda: database.run(lambda session: owners.take(dialect, session, "shop", "beat", entries)),
+        lambda: database.run(lambda session: owners.take(dialect, session, "shop", "beat", entries[:1])),
+        lambda: database.run(lambda session: owners.owner_of(dialect, session, "shop")),
+    ]
+
+
 def scheduling(queue: DBQueue) -> list[Step]:
     return [
         lambda: queue.schedule("some", "* * * * *", "mail", 1),
@@ -331,6 +343,8 @@ def steps_of(role: str, queue: DBQueue, admin: Admin) -> list[Step]:
         return [*deciding(queue, admin), *scheduling(queue), *consuming(queue), *locking(queue), *storing(queue)]
     if role == "celery_worker":
         return [*working(queue), *publishing_messages(queue), *consuming(queue)]
+    if role == "celery_beat":
+        return [*publishing_messages(queue), *beating(queue), *owning(queue)]
     of_others = {
         "publisher": publishing, "worker": working, "reader": reading, "celery_publisher": publishing_messages, "locker": locking,
         "beat": beating, "scheduler": scheduling, "results_worker": storing, "results_client": waiting,
