@@ -332,7 +332,7 @@ class Backend(Chords, AsyncBackendMixin, CeleryBackend):
         meta["task_id"] = task_id = str(task_id)
         ttl = self._ttl(self._failure_expires if state == states.FAILURE else self.expires)
         row = Row(task_id, state, self.encoded(meta, f"the result of task {task_id}"), ttl)
-        if not self._take(row, request):
+        if not self._take(row, request, result):
             self._store_row(row)
             self._prune_sometimes()
         return result

@@ -43,6 +43,8 @@ class Current(threading.local):
     """A task ends: this is not ``update_state``."""
     held: Row | None = None
     """The result of a chord's part, which is stored when it is counted."""
+    of: tuple[Any, Any] = None, None
+    """The request and the value of what is held."""
     record: Record | None = None
     """Where its tasks' ends go."""
 
@@ -127,9 +129,9 @@ class Chords(_Celerys):
             yield
             self._let_go()
         finally:
-            current.marking, current.held = False, None
+            current.marking, current.held, current.of = False, None, (None, None)
 
-    def _take(self, row: Row, request: Any) -> bool:
+    def _take(self, row: Row, request: Any, result: Any) -> bool:
         """Whether the result of a task that ends is not to be stored at once: it is a chord's part (of a chain, perhaps, whose earlier
         task failed), and will be counted next; or it is recorded."""
         current = self._current
@@ -137,7 +139,7 @@ class Chords(_Celerys):
             return False
         if row.state in states.READY_STATES and getattr(request, "chord", None) and getattr(request, "group", None):
             self._let_go()
-            current.held = row
+            current.held, current.of = row, (request, result)
             return True
         if current.record is not None:
             current.record.entries.append(row)
@@ -145,10 +147,15 @@ class Chords(_Celerys):
         return False
 
     def _let_go(self) -> None:
-        """What is held was not counted."""
-        row, self._current.held = self._current.held, None
+        """What is held was not counted. Celery leaves that out for what it finds failed; but then who counted it may have died before he
+        told the errors of the chord, so it is counted again, which counts once."""
+        row, (request, result) = self._current.held, self._current.of
         if row is None:
             return
+        if row.state in states.PROPAGATE_STATES and str(request.id) == row.task_id:
+            self.on_chord_part_return(request, row.state, result)
+            return
+        self._current.held = None
         if self._current.record is not None:
             self._current.record.entries.append(row)
         else:
