@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import sys
@@ -393,7 +394,9 @@ class CeleryOn(System):
             if not counter:  # a slot for each child
                 from billiard import current_process
 
-                counter.append(tally(1 + getattr(current_process(), "index", 0)))
+                number = multiprocessing.current_process().name.rpartition("-")[2]  # of a child of dbqueue worker
+                child = int(number) - 1 if number.isdigit() else getattr(current_process(), "index", 0)
+                counter.append(tally(1 + child))
             counter[0].hit(sent)
 
         return app, noop
@@ -489,6 +492,22 @@ class CeleryWaits(CeleryOn):
         }))  # fmt: skip
 
 
+bench_app: Any = None
+"""What ``dbqueue worker -A bench.systems:bench_app`` runs."""
+
+
+class WorkerOnCelery(CeleryOn):
+    """`dbqueue worker -A`, which runs the tasks of the same app, without results; the variant is its children."""
+
+    variants = ("prefork2", "prefork4")
+
+    def work(self, variant: str, slot: int) -> None:
+        children = variant.removeprefix("prefork")
+        os.environ["BENCH_APP"] = self.name
+        command = ["-m", "dbqueue", "worker", "-A", "bench.systems:bench_app", "-c", children, "-l", "error"]
+        os.execv(sys.executable, [sys.executable, *command])
+
+
 def connect() -> Any:
     import psycopg
 
@@ -521,8 +540,14 @@ SYSTEMS: dict[str, System] = {
             "results-dbqueue-sqlite", "sqlite", "dbqueue+sqlite:///{BENCH_DIR}/celery.db", "dbqueue+sqlite:///{BENCH_DIR}/celery.db"
         ),
         CeleryOn("celery-dbqueue-sqlite", "sqlite", "dbqueue+sqlite:///{BENCH_DIR}/celery.db"),
+        WorkerOnCelery("celery-dbqueue-worker", "postgresql", "dbqueue+{BENCH_PG}"),
+        WorkerOnCelery("celery-dbqueue-worker-sqlite", "sqlite", "dbqueue+sqlite:///{BENCH_DIR}/celery.db"),
     )
 }  # fmt: skip
+if "BENCH_APP" in os.environ:
+    app_system = SYSTEMS[os.environ["BENCH_APP"]]
+    assert isinstance(app_system, CeleryOn)
+    bench_app, _ = app_system.app()
 
 
 def told(n: int, began: float, cpu: float) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 log = logging.getLogger("dbqueue")
 
+PLACE = "_DBQUEUE_PLACE"
+"""Tells a worker which of them it is, from 1."""
 RESTART_AT_ONCE, USAGE = 75, 2
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 STEADY = 60.0
@@ -28,6 +30,7 @@ STEADY = 60.0
 
 @dataclass(eq=False)
 class Place:
+    number: int
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     start_at: float = 0.0
@@ -53,7 +56,7 @@ def without(arguments: Sequence[str], option: str) -> list[str]:
 
 def supervise(arguments: Sequence[str], count: int) -> int:
     """Runs until every worker has ended cleanly, or a signal asked for the end; returns the worst exit code."""
-    places = [Place() for _ in range(count)]
+    places = [Place(number) for number in range(1, count + 1)]
     signals: list[int] = []
     # Only noted here, and passed on below: a worker that is being started just now must hear it, too.
     before = {
@@ -88,7 +91,7 @@ def _look_after(place: Place, arguments: Sequence[str], lifeline: int, signals: 
             # A group of its own: a terminal's Ctrl-C must not reach it twice, once from here.
             place.process = subprocess.Popen(
                 [sys.executable, "-m", "dbqueue.cli.supervisor", str(lifeline), *arguments],
-                start_new_session=True, pass_fds=[lifeline],
+                start_new_session=True, pass_fds=[lifeline], env={**os.environ, PLACE: str(place.number)},
             )  # fmt: skip
             place.started_at = now
         return

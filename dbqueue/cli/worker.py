@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -76,15 +77,14 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
 @click.option(
     "-n", "--hostname", metavar="NAME", callback=expanded, help="This worker's name; %h, %n, %d as in celery."
 )
+@click.option("-E", "--task-events", is_flag=True, help="Send Celery's events of tasks, for monitors such as Flower.")
 @click.option("-l", "--loglevel", type=click.Choice(LEVELS, case_sensitive=False), default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option(
     "-P",
     "--pool",
     type=click.Choice(POOLS),
-    default="threads",
-    show_default=True,
-    help="Where jobs run. Processes (prefork is the same) are killed at their timeout.",
+    help="Where jobs run: threads, or, for Celery tasks, processes (prefork is the same), which are killed at their timeout.",
 )
 @click.option(
     "--max-jobs-per-child",
@@ -121,7 +121,7 @@ def _number(_: click.Context, __: click.Parameter, value: float | None) -> float
 @traceback_option
 def worker(
     app: str | None, queues: tuple[str, ...] | None, outboxes: dict[str, str], url: str | None, concurrency: int | None,
-    hostname: str | None, loglevel: str, log_format: str, pool: str, max_jobs_per_child: int | None,
+    hostname: str | None, task_events: bool, loglevel: str, log_format: str, pool: str | None, max_jobs_per_child: int | None,
     max_memory_per_child: int | None, processes: int | None, lease: float | None, once: bool, max_jobs: int | None,
     shutdown: float, health_file: str | None,
 ) -> int:  # fmt: skip
@@ -142,8 +142,6 @@ def worker(
         raise click.UsageError("a worker needs -A, the module that declares its jobs, or --outbox")
     if app is None and queues:
         raise click.UsageError("-Q needs -A, the module that declares the jobs of these queues")
-    if pool == "threads" and (max_jobs_per_child or max_memory_per_child):
-        raise click.UsageError("--max-jobs-per-child and --max-memory-per-child need child processes: -P processes")
     if processes is not None and health_file is not None:
         raise click.UsageError(
             "--health-file tells of one worker, and those of --processes would share it: leave one out"
@@ -156,22 +154,51 @@ def worker(
     from dbqueue.runtime.processes import ChildOptions  # the other commands need none of it
     from dbqueue.runtime.worker import WorkerOptions, run_worker
 
-    imports = [app.partition(":")[0]] if app is not None else []
-    imports += [spec.partition(":")[0] for spec in outboxes.values()]
-    setup = partial(set_up_logging, loglevel, log_format)
-    child = (
-        None
-        if pool == "threads"
-        else ChildOptions(tuple(dict.fromkeys(imports)), setup, max_jobs_per_child, max_memory_per_child)
-    )
-    options = WorkerOptions(
-        queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,
-        pool=pool, child=child, health_file=health_file, outboxes=tuple(_delivery(*outbox) for outbox in outboxes.items()),
-    )  # fmt: skip
-    with Asked(app, url, False).opened(broker=False) as queue:
+    with Asked(app, url, False).opened() as queue:
         set_up_logging(loglevel, log_format)
-        _warn_of_idle_queues(queue, queues or ())
-        return run_worker(queue, options)
+        own: tuple[str, ...] = ()
+        of_children = max_jobs_per_child or max_memory_per_child
+        setup = partial(set_up_logging, loglevel, log_format)
+        celery = None if app is None else _of_celery(app, queue, hostname, queues, setup)
+        if task_events and celery is None:
+            raise click.UsageError("-E sends Celery's events: -A must name a Celery app")
+        if celery is not None:
+            queues, setup, own = celery.queues, celery.set_up_child, celery.imports
+            concurrency, hostname = concurrency or celery.concurrency, celery.hostname
+            max_jobs_per_child = max_jobs_per_child or celery.max_jobs
+            max_memory_per_child = max_memory_per_child or celery.max_memory
+        pool = pool or ("threads" if celery is None else "processes")
+        if pool == "threads" and of_children:
+            raise click.UsageError("--max-jobs-per-child and --max-memory-per-child need child processes: -P processes")
+        imports = [*own, app.partition(":")[0]] if app is not None else []
+        imports += [spec.partition(":")[0] for spec in outboxes.values()]
+        child = (
+            None
+            if pool == "threads"
+            else ChildOptions(tuple(dict.fromkeys(imports)), setup, max_jobs_per_child, max_memory_per_child)
+        )
+        options = WorkerOptions(
+            queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,
+            pool=pool, child=child, health_file=health_file,
+            outboxes=tuple(_delivery(*outbox) for outbox in outboxes.items()),
+        )  # fmt: skip
+        if celery is None:
+            _warn_of_idle_queues(queue, queues or ())
+            return run_worker(queue, options)
+        with celery.serving(threads=pool == "threads"):
+            seen = partial(celery.seen, task_events=task_events)
+            return run_worker(queue, options, celery.targets, seen)
+
+
+def _of_celery(
+    spec: str, queue: DBQueue, name: str | None, queues: tuple[str, ...] | None, setup: Callable[[], None]
+) -> Any | None:
+    """What the Celery app that -A means brings along (``celery_bridge.runner.Served``); None: there is none."""
+    app = apps.find_celery(spec)
+    if app is None:
+        return None
+    # It stands on this package and not the other way round; so it is asked for by its name.
+    return importlib.import_module("celery_bridge.runner").Served(app, spec, queue, name, queues, setup)
 
 
 def _delivery(name: str, spec: str) -> Delivery:

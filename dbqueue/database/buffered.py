@@ -127,9 +127,13 @@ class Gathered(Buffer):
             kept.append(step)
         self._steps = kept
 
+    @property
+    def empty(self) -> bool:
+        return not self._steps
+
     def write(self, session: Session) -> None:
-        steps, self._steps, self.jobs = self._steps, [], 0
-        for is_job, group in groupby(steps, key=lambda step: isinstance(step, NewJob)):
+        """It may be asked again, where the transaction was rolled back."""
+        for is_job, group in groupby(self._steps, key=lambda step: isinstance(step, NewJob)):
             if is_job:
                 self._database.dialect.insert_due(session, cast("list[NewJob]", list(group)))
             else:

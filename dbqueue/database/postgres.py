@@ -522,7 +522,7 @@ class Postgres:
     def turn(self, session: OwnSession, turn: Turn) -> TurnResult:
         """Settle, renew, claim as one pipelined round trip: its implicit transaction commits at the one Sync, so there is
         no BEGIN and no COMMIT to send. The claim stays last: nothing but the commit follows the locks that it takes."""
-        return self.land(self.launch(session, turn))
+        return self.land(self.launch(session, turn, turn.looks))
 
     def launch(
         self, session: OwnSession, turn: Turn, more: Sequence[tuple[str, Mapping[str, Any]]] = ()

@@ -664,6 +664,7 @@ class Sqlite:
                 result.renewed = self.renew(session, turn.renewals, turn.lease)
             if turn.claim is not None and turn.claim.limit > 0:
                 result.claimed = self._claim(session, turn.claim)
+            result.more = [session.execute(text, params) for text, params in turn.looks]
             session.commit()
         except BaseException:
             session.rollback()

@@ -7,7 +7,7 @@ every database runs alike, which ``views`` writes in Core and compiles once per 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -272,6 +272,8 @@ class Turn:
     renewals: list[Held] = field(default_factory=list)
     lease: int = 0
     claim: ClaimRequest | None = None
+    looks: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    """Statements that read, to be answered in the same round trip, after the claim (``TurnResult.more``)."""
 
 
 @dataclass

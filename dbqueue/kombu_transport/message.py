@@ -9,7 +9,9 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from kombu.exceptions import SerializationError
+from kombu.message import Message
 from kombu.serialization import loads as decode
+from kombu.serialization import prepare_accept_content
 from kombu.utils.json import dumps, loads
 
 from dbqueue import clock, ids
@@ -65,6 +67,60 @@ def payload_of(head: bytes, body: bytes, tag: int, *, redelivered: bool) -> dict
         "body": body, "content-type": told["type"], "content-encoding": told["encoding"], "headers": told["headers"],
         "properties": told["properties"] | {"delivery_tag": tag, "delivery_info": info},
     }  # fmt: skip
+
+
+def target_of(task: str) -> str:
+    """The target of the rows that hold messages of a task."""
+    return f"{TARGET}.{task}"[:MAX_NAME]
+
+
+def notice_target_of(task: str) -> str:
+    """The same of notices that one was revoked."""
+    return f"{NOTICE}.{task}"[:MAX_NAME]
+
+
+def incoming(head: bytes, body: bytes, *, redelivered: bool, accept: Any) -> Message:
+    """A row as a kombu message that no channel has delivered: nobody acknowledges it."""
+    told = payload_of(head, body, 0, redelivered=redelivered)
+    properties = told["properties"]
+    info = properties.pop("delivery_info")
+    properties.pop("delivery_tag")
+    return Message(
+        body=told["body"], content_type=told["content-type"], content_encoding=told["content-encoding"], delivery_info=info,
+        properties=properties, headers=told["headers"], accept=prepare_accept_content(accept),
+    )  # fmt: skip
+
+
+def eta_of(head: bytes) -> tuple[int | None, Any]:
+    """When the message's task is due, as an instant (None: at once, or in the zone of an app that is to tell), and what was written."""
+    try:
+        eta = loads(head.decode())["headers"].get("eta")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None
+    return _run_at(eta, 0.0), eta
+
+
+def headers_of(head: bytes) -> dict[str, Any]:
+    """The headers of a message; none, if they cannot be read."""
+    try:
+        headers = loads(head.decode())["headers"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return headers if isinstance(headers, dict) else {}
+
+
+def has_expiry(head: bytes) -> bool:
+    """Whether the message's task has a time after which it is not to run."""
+    return headers_of(head).get("expires") is not None
+
+
+def time_limits_of(head: bytes) -> tuple[float | None, float | None]:
+    """Hard and soft, in seconds, as the call said them."""
+    try:
+        hard, soft = loads(head.decode())["headers"]["timelimit"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None, None
+    return hard, soft
 
 
 def is_transient(message: dict[str, Any]) -> bool:
@@ -215,7 +271,7 @@ def job_of(
     ttls = [ttl for ttl in (ttl_us(message), None if queue_ttl_ms is None else queue_ttl_ms * 1_000) if ttl is not None]
     return NewJob(
         id=ids.new_id(),
-        target=f"{TARGET}.{task}"[:MAX_NAME] if isinstance(task, str) else TARGET,
+        target=target_of(task) if isinstance(task, str) else TARGET,
         queue=queue,
         payload=body,
         max_attempts=UNLIMITED,

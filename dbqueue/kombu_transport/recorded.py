@@ -31,6 +31,16 @@ def into(entries: list[Any], database_id: str) -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Until the block ends, messages are written as if nothing were recorded."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def entries_for(database_id: str) -> list[Any] | None:
     """Where a message goes that is published now; None: it is to be written."""
     recorder = _current.get()

@@ -156,6 +156,8 @@ class Station:
         self.at_work = threading.Lock()
         """Who holds it may use the session."""
         self._express: Express | None = None
+        self._elsewhere: Callable[[tuple[str, ...]], None] | None = None
+        """Told the names to listen to: another connection of this process hears for this station too."""
         self._ended: Express | None = None
         """One that drives no more, and may have left a turn in the air."""
         self._sleeps_until = NEVER
@@ -331,6 +333,17 @@ class Station:
     def ring(self) -> None:
         self._wake.ring()
 
+    def listen_elsewhere(self, listen: Callable[[tuple[str, ...]], None]) -> None:
+        """One session less: from now on ``listen`` is called, on the station's thread, with the names that it would listen to; whoever
+        listens to them calls ``heard``."""
+        self._elsewhere = listen
+        self._changed = True
+
+    def heard(self) -> None:
+        """From any thread: there is news for one of the names."""
+        self._connection.news = True
+        self._wake.ring()
+
     def drive(self, loop: Any, ring: Callable[[], None], on_readable: Callable[[], None]) -> Express | None:
         """An event loop settles and claims itself while it turns. None: not here, or another one does already."""
         if self._express is not None or not isinstance(self.dialect, Postgres):
@@ -498,7 +511,10 @@ class Station:
             for queue, bindings in channel.letters():
                 names.update(dict.fromkeys(bells("", queue)))
                 names.update(dict.fromkeys(bell for exchange, _, _ in bindings for bell in bells(exchange, "")))
-        self._connection.listen_to(tuple(names))
+        if self._elsewhere is None:
+            self._connection.listen_to(tuple(names))
+        else:
+            self._elsewhere(tuple(names))
 
     def _heard(self) -> None:
         for channel in self._inboxes():
@@ -751,9 +767,8 @@ class Station:
         if not control:
             if now < self._mail_at:
                 return []
-            self._mail_at = now + (
-                max(self._poll, CLAIM_ANYWAY) if self._connection.sleeper is not None else self._poll
-            )
+            listens = self._connection.sleeper is not None or self._elsewhere is not None
+            self._mail_at = now + (max(self._poll, CLAIM_ANYWAY) if listens else self._poll)
         for channel in self._inboxes():
             for queue, bindings in channel.letters() if channel.wants_letters() else ():
                 if control and not any(is_control(exchange) for exchange, _, _ in bindings):

@@ -7,6 +7,7 @@ also settles and claims by itself (``express``), without waiting for an answer. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -61,6 +62,7 @@ class Transport(virtual.Transport):
         self._rung = False
         self._express: Express | None = None
         _let_celery_mingle()
+        _let_celery_hide_the_password()
 
     # -- connecting --------------------------------------------------------------------------------------------------
 
@@ -286,3 +288,22 @@ def _let_celery_mingle() -> None:
         step = getattr(sys.modules.get(f"celery.worker.consumer.{module}"), name, None)
         if step is not None:
             step.compatible_transports = {*step.compatible_transports, Transport.driver_type}
+
+
+def _let_celery_hide_the_password() -> None:
+    """Celery tells everybody who asks for a worker's statistics what its connection says of itself, and takes out the password where
+    that stands alone; our URL is whole, as kombu needs it to make the connection again."""
+    step = getattr(sys.modules.get("celery.worker.consumer.connection"), "Connection", None)
+    if step is None or hasattr(step.info, "__wrapped__"):
+        return
+    info = step.info
+
+    @functools.wraps(info)
+    def without_password(self: Any, consumer: Any) -> Any:
+        told = info(self, consumer)
+        connection, broker = consumer.connection, told.get("broker")
+        if isinstance(broker, dict) and connection and connection.transport.driver_type == Transport.driver_type:
+            broker["hostname"] = connection.as_uri()
+        return told
+
+    step.info = without_password

@@ -7,6 +7,7 @@ No statement is sent here. The loop asks what to settle and to renew, and tells 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from dbqueue import events
 from dbqueue.database.tables import ClaimedRow, Fact, Held, Settlement
 from dbqueue.retry import Backoff
 from dbqueue.runtime.context import JobContext
-from dbqueue.runtime.execute import Work
+from dbqueue.runtime.execute import ForeignTarget, Outcome, Work
 from dbqueue.runtime.running import NEVER, Running, decide, failed, released
 from dbqueue.runtime.slots import Slots
 from dbqueue.states import Kind, State
@@ -38,6 +39,7 @@ class Claims:
         self._look_at = NEVER
         """Before this, no timeout passes, no lease ends and no renewal is due: most turns need not look at every claim."""
         self._given_up: list[Held] = []
+        self._to_bury: deque[Running] = deque()
         self.done = self.released = 0
         self.next_retry = NEVER
         """When the soonest retry settled since the last look is due: our own commit wakes nobody."""
@@ -74,10 +76,25 @@ class Claims:
         work = Work(row, target, JobContext(row.id, row.target, row.attempt, row.max_attempts))
         now, timeout = time.monotonic(), row.timeout_ms
         deadline = now + timeout / 1000 if isinstance(timeout, int) else NEVER
+        if isinstance(target, ForeignTarget):
+            limit = target.timeout(row)
+            deadline = NEVER if limit is None else now + limit
         self._running[work] = running = Running(work, now, deadline)
         running.renewed(sent, self._lease)
         self._look_at = min(self._look_at, running.renew_at, deadline)
         return running
+
+    def at_work(self) -> list[Running]:
+        """Those that a slot works on. From any thread: it is a copy."""
+        held = list(self._running.values())
+        return [r for r in held if r.settlement is None and r.work.verdict is None and not r.lost]
+
+    def terminate(self, work: Work, number: int) -> None:
+        """Kills what runs; its target then tells that it was revoked, by the signal of this number. Only where slots kill."""
+        running = self._running.get(work)
+        if running is not None and running.settlement is None and work.verdict is None and not running.lost:
+            self._slots.abandon(work)
+            self._bury(running, Kind.REVOKED, number)
 
     def end(self, running: Running, settlement: Settlement, duration: float = 0.0) -> None:
         """Notes the outcome; it is written with the next turn, and the claim is renewed until then."""
@@ -92,10 +109,54 @@ class Claims:
             running = self._running.get(outcome.work)
             if running is None or running.settlement is not None:
                 continue
-            if running.lost:
+            running.report = outcome.report
+            if outcome.settled is not None:
+                self._settled_by_itself(running, outcome)
+            elif running.lost:
                 self._forget_lost(running)
             else:
-                self.end(running, decide(running, outcome, self._backoff, stopping=stopping), outcome.duration)
+                ending = decide(running, outcome, self._backoff, stopping=stopping)
+                if isinstance(ending, Settlement):
+                    self.end(running, ending, outcome.duration)
+                else:
+                    self._bury(running, ending)
+
+    def _settled_by_itself(self, running: Running, outcome: Outcome) -> None:
+        row = running.row
+        if outcome.settled is Fact.LOST:
+            self._forget_lost(running)
+            return
+        self._forget(running)
+        self.done += 1
+        running.duration = outcome.duration
+        self._tell_target(running)
+        if events.wanted(events.JobEnded):
+            events.emit(
+                running.ended(Settlement(row.id, row.token, outcome.state, row.queue, outcome.kind, outcome.summary))
+            )
+
+    @staticmethod
+    def _tell_target(running: Running) -> None:
+        target = running.work.target
+        if isinstance(target, ForeignTarget):
+            target.ended(running.work, running.report)
+
+    def _bury(self, running: Running, verdict: Kind, number: int | None = None) -> None:
+        """Its target has to tell how it ended, in a slot: it is held and renewed until then."""
+        work = running.work
+        self._running.pop(work, None)
+        told = Work(
+            work.row, work.target, JobContext(work.row.id, work.row.target, work.row.attempt, work.row.max_attempts)
+        )
+        told.verdict, told.signal = verdict, number
+        self._running[told] = running
+        running.work, running.deadline, running.timed_out = told, NEVER, False
+        self._look_at = min(self._look_at, running.renew_at)
+        self._to_bury.append(running)
+
+    def to_bury(self) -> Running | None:
+        """The next one whose target has to be asked; it is started by the caller, who has an idle slot."""
+        return self._to_bury.popleft() if self._to_bury else None
 
     def watch(self) -> bool:
         """At its timeout a job's flag is set; after a grace it is settled without its thread, and the slot abandoned.
@@ -130,13 +191,17 @@ class Claims:
         running.give_up_at = now if self._slots.kills else now + min(TIMEOUT_GRACE, self._lease / 4e6)
         running.work.context.cancel()
         row = running.row
-        events.emit(events.JobTimedOut(running.work.context.id, row.target, row.attempt, (row.timeout_ms or 0) / 1000))
+        limit = running.deadline - running.started_at
+        events.emit(events.JobTimedOut(running.work.context.id, row.target, row.attempt, round(limit, 3)))
 
     def _end_without_handler(self, running: Running, now: float) -> None:
         if running.lost:
             self._forget_lost(running)
             return
         row, target = running.row, running.work.target
+        if running.timed_out and isinstance(target, ForeignTarget):
+            self._bury(running, Kind.TIMEOUT)
+            return
         settlement = failed(row, target, self._backoff, Kind.TIMEOUT) if running.timed_out else released(row)
         self.end(running, settlement, now - running.started_at)
 
@@ -156,6 +221,7 @@ class Claims:
             self._forget(running)
             self.done += 1
             self.released += settlement.kind is Kind.RELEASED
+            self._tell_target(running)
             if settlement.state is State.PENDING and settlement.delay:
                 self.next_retry = min(self.next_retry, now + settlement.delay / 1e6)
             if told:

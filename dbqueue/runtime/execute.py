@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from dbqueue.database.tables import ClaimedRow
+from dbqueue.database.tables import ClaimedRow, Fact, Settlement
 from dbqueue.errors import Bury, GoOn, RetryLater, summary_of
 from dbqueue.payload import CorruptPayload
 from dbqueue.runtime.context import JobContext, enter, leave
@@ -32,11 +32,19 @@ class Work:
     target: Target[Any] | None
     context: JobContext
     abandoned: bool = False
+    verdict: Kind | None = None
+    """It is not run any more: its target, a foreign one, is to tell that it ended so."""
+    signal: int | None = None
+    """By which it was asked to be terminated."""
+    note: Any = None
+    """What a foreign target says, in the worker's process, to itself in a slot: plain data."""
 
 
 class Outcome(Struct, frozen=True):
     """How one run ended, as far as the handler can say: SUCCEEDED, BLOCKED, DEAD, or PENDING for "failed, try again". The loop knows the
-    policy and decides. ``delay`` (microseconds) is the handler's own wish, and so is ``payload``, with which the job goes on."""
+    policy and decides. ``delay`` (microseconds) is the handler's own wish, and so is ``payload``, with which the job goes on.
+    ``settled``: a foreign target has ended the row itself, and this is what the database said to that. ``report``: what such a target
+    has to say to itself in the worker's process, plain data."""
 
     work: Work
     state: State
@@ -45,10 +53,56 @@ class Outcome(Struct, frozen=True):
     duration: float
     delay: int | None = None
     payload: bytes | None = None
+    settled: Fact | None = None
+    report: Any = None
+
+
+class ForeignTarget(Target[Any]):
+    """A target whose rows were written by others, with no policy of ours in them: it says itself what they need, and how they end."""
+
+    address: tuple[str, str]
+    """Module and name of a function there that gives a child process the target of a name."""
+    crashes = 3
+    """Attempts that may end with the death of their process; after the last one the target is asked to tell so."""
+
+    def ending(self, row: ClaimedRow, now: int) -> Settlement | None:
+        """How this row ends that is not to be run, and of which there is nothing to tell. ``now``: of the claim."""
+        return None
+
+    def names(self, row: ClaimedRow) -> Sequence[str]:
+        """Under which it may have been revoked."""
+        return ()
+
+    def verdict(self, row: ClaimedRow) -> Kind | None:
+        """How it has ended before it begins: then the target is to tell so, and does not run it."""
+        return None
+
+    def waits(self, row: ClaimedRow, now: int) -> int:
+        """Microseconds until it may begin, if it was handed out before its time. ``now``: of the claim."""
+        return 0
+
+    def timeout(self, row: ClaimedRow) -> float | None:
+        """Seconds; None: it may take as long as it likes."""
+        return None
+
+    def starting(self, work: Work) -> None:
+        """In the worker's loop, before a slot gets the row: may set its verdict and its note. It must not wait for anything."""
+
+    def started(self, work: Work) -> None:
+        """In the worker's loop: a slot has it."""
+
+    def ended(self, work: Work, report: Any) -> None:
+        """In the worker's loop: the database has agreed to the end of the row. Not called for a claim that was lost."""
+
+    def run(self, work: Work) -> Outcome:
+        """In a slot: runs the row, or ends it by ``work.verdict``."""
+        raise NotImplementedError
 
 
 def execute(work: Work) -> Outcome:
     """Decode, run, and turn whatever happened into an Outcome."""
+    if isinstance(work.target, ForeignTarget):
+        return work.target.run(work)
     began, call = time.monotonic(), _prepared(work)
     if isinstance(call, Outcome):
         return call

@@ -32,19 +32,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO, ClassVar
 from uuid import UUID
 
 from dbqueue import ids
-from dbqueue.database.tables import ClaimedRow
+from dbqueue.database.tables import ClaimedRow, Fact
 from dbqueue.errors import ConfigError, QueueError
 from dbqueue.outbox import PREFIX
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.deliver import OutboxTarget
-from dbqueue.runtime.execute import Outcome, Work, execute
+from dbqueue.runtime.execute import ForeignTarget, Outcome, Work, execute
 from dbqueue.states import Kind, State
 from dbqueue.targets import Target
 
@@ -110,6 +110,11 @@ class Order:
     attempt: int
     max_attempts: int
     payload: bytes
+    row: ClaimedRow | None = None
+    """Whole, for a foreign target."""
+    verdict: Kind | None = None
+    signal: int | None = None
+    note: Any = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,8 @@ class Answer:
     noticed: bool
     memory: int
     payload: bytes | None = None
+    settled: Fact | None = None
+    report: Any = None
 
 
 @dataclass(frozen=True)
@@ -188,12 +195,19 @@ class ProcessSlots:
         with self._lock:
             return sum(_is_idle(child) for child in self._children)
 
+    def processes(self) -> dict[int, Work | None]:
+        """The children, by process id, and what each works on. From any thread."""
+        with self._lock:
+            return {child.process.pid: child.work for child in self._children}
+
     def start(self, work: Work) -> bool:
         """Only while ``idle`` is positive. False: the child died meanwhile; the job was not started."""
         target = work.target
         assert target is not None
         row = work.row
         order = Order(*address(target), target.name, work.context.id, row.attempt, row.max_attempts, row.payload)
+        if isinstance(target, ForeignTarget):
+            order = replace(order, payload=b"", row=row, verdict=work.verdict, signal=work.signal, note=work.note)
         with self._lock:
             child = next((child for child in self._children if _is_idle(child)), None)
             if child is None:
@@ -354,8 +368,9 @@ class ProcessSlots:
                 child.leaving = True
         if work is not None and not work.abandoned:
             work.context.noticed = answer.noticed
+            a = answer
             self._done.append(
-                Outcome(work, answer.state, answer.kind, answer.summary, answer.duration, answer.delay, answer.payload)
+                Outcome(work, a.state, a.kind, a.summary, a.duration, a.delay, a.payload, a.settled, a.report)
             )
         if child.leaving:
             self._send(child, None)
@@ -429,7 +444,7 @@ def _is_idle(child: Child) -> bool:
 
 def address(target: Target[Any]) -> tuple[str, str]:
     """Where a child finds a target: its handler's module and name. A target that stands nowhere cannot run in a child."""
-    if isinstance(target, OutboxTarget):
+    if isinstance(target, (OutboxTarget, ForeignTarget)):
         return target.address
     module, attribute = target.handler.__module__, target.handler.__qualname__
     if "<locals>" in attribute:
@@ -447,7 +462,7 @@ def check_address(target: Target[Any]) -> None:
     """Raises ConfigError for a target that a child would not find, so that this is known before its first job comes."""
     module, attribute = address(target)
     loaded = sys.modules.get(module)
-    if loaded is None or isinstance(target, OutboxTarget):
+    if loaded is None or isinstance(target, (OutboxTarget, ForeignTarget)):
         return
     found = None
     with suppress(AttributeError):
@@ -582,17 +597,20 @@ def _run(order: Order, current: Current) -> Answer:
     found: Any = None
     with suppress(ImportError, AttributeError):
         found = _at(importlib.import_module(order.module), order.attribute)
-    if order.target.startswith(PREFIX) and callable(found):
+    if order.row is not None and callable(found):
+        found = found(order.target)
+    elif order.target.startswith(PREFIX) and callable(found):
         found = OutboxTarget(order.target, found, (order.module, order.attribute))
         current.context.on_beat = partial(current.say, Beat(order.job_id, order.attempt))
     found = _target_of(found)
     if not isinstance(found, Target) or found.name != order.target:
         return Answer(State.BLOCKED, Kind.UNKNOWN_TARGET, None, 0.0, None, False, 0)
-    row = ClaimedRow(
+    row = order.row or ClaimedRow(
         order.job_id.bytes, ids.ZERO, None, order.target, None, order.payload, None, "", 0, 0, order.attempt, 0, order.max_attempts,
         None, 0, 0,
     )  # fmt: skip
-    outcome = execute(Work(row, found, current.context))
+    work = Work(row, found, current.context, verdict=order.verdict, signal=order.signal, note=order.note)
+    outcome = execute(work)
     return Answer(
         outcome.state,
         outcome.kind,
@@ -602,6 +620,8 @@ def _run(order: Order, current: Current) -> Answer:
         current.context.noticed,
         memory_kib(),
         outcome.payload,
+        outcome.settled,
+        outcome.report,
     )
 
 

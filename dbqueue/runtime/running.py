@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dbqueue import clock
-from dbqueue.database.tables import ClaimedRow, Held, Settlement
+from dbqueue.database.tables import IN_PLACE, ClaimedRow, Held, Settlement
 from dbqueue.events import JobEnded
 from dbqueue.retry import Backoff
-from dbqueue.runtime.execute import Outcome, Work
+from dbqueue.runtime.execute import ForeignTarget, Outcome, Work
 from dbqueue.settings import POLICY
 from dbqueue.states import Kind, OnCrash, State
 from dbqueue.targets import Target
@@ -36,6 +37,8 @@ class Running:
     lost: bool = False
     settlement: Settlement | None = None
     duration: float = 0.0
+    report: Any = None
+    """What its foreign target said about the end."""
     settle_at: float = 0.0
     """Not before this: its row was locked by somebody else a moment ago."""
     settle_pause: float = 0.0
@@ -84,12 +87,28 @@ def obstacle(row: ClaimedRow, target: Target[object] | None, longest: float) -> 
     that its timeout must stay below (D18)."""
     if target is None:
         return Kind.UNKNOWN_TARGET
+    if isinstance(target, ForeignTarget):
+        return None
     if row.fingerprint != target.schema.fingerprint:
         return Kind.SCHEMA_MISMATCH
     timeout = row.timeout_ms
     if not isinstance(timeout, int) or not 0 < timeout <= POLICY["timeout"].high or timeout * 1_000 >= longest:
         return Kind.INVALID_POLICY
     return None
+
+
+def _decide_foreign(running: Running, target: ForeignTarget, outcome: Outcome, default: Backoff) -> Settlement | Kind:
+    row, verdict = running.row, running.work.verdict
+    broken = outcome.kind is Kind.CRASHED or (
+        outcome.state is State.PENDING and outcome.kind is Kind.FAILED
+    )  # or in its slot
+    if broken and verdict is not None:  # it cannot be told either: then the row is all that says so
+        return Settlement(row.id, row.token, State.DEAD, row.queue, verdict, outcome.summary)
+    if broken:
+        last = row.attempt >= target.crashes
+        return Kind.CRASHED if last else failed(row, target, default, Kind.CRASHED, outcome.summary)
+    delay = IN_PLACE if outcome.delay is None and outcome.state is State.PENDING else outcome.delay or 0
+    return Settlement(row.id, row.token, outcome.state, row.queue, outcome.kind, outcome.summary, delay)
 
 
 def blocked(row: ClaimedRow, kind: Kind, summary: str | None = None) -> Settlement:
@@ -134,11 +153,13 @@ def crashed(row: ClaimedRow, target: Target[object] | None, default: Backoff, su
     return Settlement(row.id, row.token, state, row.queue, Kind.CRASHED, summary)
 
 
-def decide(running: Running, outcome: Outcome, default: Backoff, *, stopping: bool) -> Settlement:
-    """``stopping``: the cancel flags were set because the worker must end."""
+def decide(running: Running, outcome: Outcome, default: Backoff, *, stopping: bool) -> Settlement | Kind:
+    """``stopping``: the cancel flags were set because the worker must end. A Kind: the job is over, and its target has to tell so."""
     row, target, state = running.row, running.work.target, outcome.state
     if outcome.kind is Kind.RELEASED:
         return released(row)  # its child died before it had begun
+    if isinstance(target, ForeignTarget):
+        return _decide_foreign(running, target, outcome, default)
     if outcome.kind is Kind.CRASHED and not running.timed_out:
         return crashed(row, target, default, outcome.summary)
     if state is State.BLOCKED:

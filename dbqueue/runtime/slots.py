@@ -42,6 +42,9 @@ class Slots(Protocol):
     def idle(self) -> int: ...
     @property
     def busy(self) -> int: ...
+    def processes(self) -> dict[int, Work | None]:
+        """Where jobs run outside of this process: process ids, and what each works on. From any thread."""
+
     def start(self, work: Work) -> bool: ...
     def collect(self) -> list[Outcome]: ...
     def abandon(self, work: Work) -> None: ...
@@ -71,6 +74,9 @@ class ThreadSlots:
     @property
     def idle(self) -> int:
         return self.size - self.busy
+
+    def processes(self) -> dict[int, Work | None]:
+        return {}
 
     def start(self, work: Work) -> bool:
         """Only the loop calls this, and only while ``idle`` is positive: nothing waits in memory (D11). False: the system gives no

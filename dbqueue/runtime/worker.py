@@ -22,17 +22,23 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from dbqueue import events, ids, settings
+from msgspec.structs import replace
+
+from dbqueue import events, ids, routing, settings
+from dbqueue.database.dialect import OwnSession
 from dbqueue.database.engine import Database
 from dbqueue.database.tables import ClaimedRow, ClaimRequest, Turn, TurnResult
-from dbqueue.errors import ConnectionLost, DatabaseBusy, DatabaseError, QueueError
+from dbqueue.errors import ConnectionLost, DatabaseBusy, DatabaseError, NotSupported, QueueError
 from dbqueue.queue import DBQueue
 from dbqueue.retry import Backoff
 from dbqueue.runtime.claims import Claims
 from dbqueue.runtime.connection import SWEEP_PAUSE, Connection
+from dbqueue.runtime.execute import ForeignTarget, Work
 from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
 from dbqueue.runtime.options import WorkerOptions
@@ -43,6 +49,7 @@ from dbqueue.runtime.slots import Slots, ThreadSlots
 from dbqueue.runtime.stopping import Stopping
 from dbqueue.runtime.upkeep import Upkeep
 from dbqueue.runtime.wake import Wake
+from dbqueue.states import Kind
 from dbqueue.targets import Target
 
 __all__ = ["EXIT_ABANDONED", "EXIT_CLEAN", "Worker", "WorkerOptions", "run_worker"]
@@ -58,6 +65,9 @@ EXIT_ABANDONED = 75
 OUTBOX_LEASE_MS = 75_000
 """On SQLite, where a lease must exceed each timeout (D18) and the usual one equals that of a delivery, if nobody says how long it is."""
 
+SOME_REVOKED = 100
+"""Revoked tasks that are read with each claim; while there are more of them, those of the claim are asked for."""
+
 SHORTEST_HISTORY = 60.0
 """Seconds that even a switched-off history keeps succeeded jobs: a settle whose COMMIT answer was lost must be told
 "already"."""
@@ -70,7 +80,9 @@ BUSY_TOLD = 2.0
 class Worker:
     """``run`` is the loop; ``step`` is one turn of it and returns the seconds until the next."""
 
-    def __init__(self, queue: DBQueue, options: WorkerOptions | None = None) -> None:
+    def __init__(
+        self, queue: DBQueue, options: WorkerOptions | None = None, foreign: Mapping[str, ForeignTarget] | None = None
+    ) -> None:
         self.queue, self.options = queue, options or WorkerOptions()
         self.options.check()
         self.database: Database = queue.database
@@ -80,6 +92,8 @@ class Worker:
         job_settings = queue.settings
         self.queues = self._queue_names()
         self.targets.update(self.outboxes)
+        self.targets.update(foreign or {})
+        self._foreign, self._revoked = bool(foreign), set[str]()
         if self.options.pool != "threads":
             for target in self.targets.values():
                 check_address(target)  # one that a child cannot find is refused now, not when its job comes
@@ -111,6 +125,11 @@ class Worker:
         self._claims_made = 0
         self._busy_pause = BUSY_FIRST
         self._careful = False
+        self._bells: tuple[str, ...] = ()
+        self._rung: Callable[[], None] = _nothing
+        """Other names that the listening connection hears of, and who is told."""
+        self._asked: deque[Callable[[], None]] = deque()
+        """What other threads want the loop to do."""
         self._troubles: dict[str, float] = {}
         self._held_up: dict[str, float] = {}
 
@@ -136,7 +155,11 @@ class Worker:
         settings.check_lease_rule(
             self.dialect.name,  # type: ignore[arg-type]
             lease_ms,
-            {name: target.policy.timeout_ms for name, target in self.targets.items()},
+            {
+                name: target.policy.timeout_ms
+                for name, target in self.targets.items()
+                if not isinstance(target, ForeignTarget)
+            },
         )
         # On SQLite a job must be able to end within its claim's lease (D18); a stored one may be older than this rule.
         self._longest = lease_ms * 1_000 if self.dialect.name == "sqlite" else NEVER
@@ -175,8 +198,62 @@ class Worker:
         self.connection.hurry()
         self.wake.ring()
 
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def at_work(self) -> list[Running]:
+        """The jobs that its slots work on now."""
+        return self.claims.at_work()
+
+    def consume(self, queue: str) -> None:
+        """Claims from this queue too, after its next turn at the latest."""
+        self._ask(lambda: self._work_on((*self.queues, queue)))
+
+    def cease(self, queue: str) -> None:
+        """Claims no more from this queue; what runs already is not touched. Without any queue the worker waits."""
+        self._ask(lambda: self._work_on(tuple(name for name in self.queues if name != queue)))
+
+    def terminate(self, work: Work, number: int) -> None:
+        """Kills a running job of a foreign target, which then tells that it was revoked, by the signal of this number. One that has
+        ended meanwhile is left alone. Raises NotSupported where jobs run in threads."""
+        if not self.slots.kills:
+            raise NotSupported("a job in a thread cannot be killed; -P processes can do it")
+        self._ask(lambda: self.claims.terminate(work, number))
+
+    def listens_to(self, database: Database) -> bool:
+        """Whether it has a connection that does nothing but listen, to this database: it can hear for others too."""
+        mine = self.database
+        same = database.database_id == mine.database_id and database.dialect.names == mine.dialect.names
+        return same and self.dialect.listens and mine.notify and not self.options.once
+
+    def hear(self, names: tuple[str, ...], told: Callable[[], None]) -> None:
+        """Listens to these names too, in place of those that were given before; ``told`` is called when something may have come for
+        one of them, by the loop, and must return at once."""
+
+        def hear() -> None:
+            self._bells, self._rung = names, told
+            self._listen()
+            told()
+
+        self._ask(hear)
+
+    def _ask(self, what: Callable[[], None]) -> None:
+        self._asked.append(what)
+        self.wake.ring()
+
+    def _work_on(self, queues: tuple[str, ...]) -> None:
+        self.queues = tuple(dict.fromkeys(queues))
+        self.upkeep.watch(self.queues)
+        self._listen()
+        self._look_for_jobs()
+
+    def _listen(self) -> None:
+        if not (self.stopping.begun or self.options.once):
+            self.connection.listen_to((*self.queues, *self._bells))
+
     def step(self) -> float:
         """Everything that is due now; returns the seconds until something else is."""
+        while self._asked:
+            self._asked.popleft()()
         self.claims.collect(stopping=self.stopping.flagged)
         if self.slots.broken is not None and not self.stopping.begun:
             self.exit_code = EXIT_BROKEN
@@ -219,6 +296,8 @@ class Worker:
             heard = self.wake.wait(seconds, sleeper)
 
         self.connection.attempt(wait)
+        if heard:
+            self._rung()
         # Without an idle slot there is no hurry: the next settle claims, and the next sleep looks at everything.
         if heard and self._capacity:
             self._look_for_jobs()
@@ -253,7 +332,7 @@ class Worker:
     @property
     def _capacity(self) -> int:
         """How many jobs may be claimed now."""
-        if self.stopping.begun:
+        if self.stopping.begun or not self.queues:
             return 0
         most = self.options.max_jobs
         return self.slots.idle if most is None else max(0, min(self.slots.idle, most - self.claimed))
@@ -263,6 +342,7 @@ class Worker:
         now = time.monotonic()
         if now < self._turn_after:
             return
+        self._bury()
         settling, renewing = self.claims.to_settle(now), self.claims.to_renew(now)
         if self._careful:
             self._one_by_one(settling, renewing, now)
@@ -279,10 +359,13 @@ class Worker:
         session = self.connection.session
         assert session is not None
         settlements = [running.settlement for running in settling if running.settlement is not None]
-        turn = Turn(settlements, [running.held for running in renewing], self.lease, claim)
+        asks = claim is not None and self._foreign  # what is revoked
+        looks = [routing.some_revoked(self.dialect, SOME_REVOKED)] if asks else ()
+        turn = Turn(settlements, [running.held for running in renewing], self.lease, claim, looks)
         try:
             with self.database.errors():
                 result = self.dialect.turn(session, turn)
+                self._revoked = self._revoked_among(session, result) if asks and result.claimed else set()
         except QueueError:
             raise
         except Exception as error:
@@ -298,11 +381,22 @@ class Worker:
         self.claims.next_retry = NEVER
         return result
 
+    def _revoked_among(self, session: OwnSession, result: TurnResult) -> set[str]:
+        """A task may be revoked before its message is written. Asked after the claim, so that no revoke that was there before the
+        message is missed; what cannot be asked is handed back with the connection."""
+        told = {str(row[0]) for row in result.more[0]}
+        if len(told) < SOME_REVOKED:
+            return told
+        targets = [(row, self.targets.get(row.target)) for row in result.claimed]
+        names = {name for row, target in targets if isinstance(target, ForeignTarget) for name in target.names(row)}
+        return routing.revoked_among(self.dialect, session, sorted(names)) if names else set()
+
     def _claim_request(self, now: float, settling: bool) -> ClaimRequest | None:
         capacity, session = self._capacity, self.connection.session
         if self.connection.news:
             self.connection.news = False
             self._look_for_jobs()
+            self._rung()
         if not capacity or now < self._claim_after or not (self._backlog or now >= self._claim_at or settling):
             return None
         if self.dialect.probes and not settling and session is not None:
@@ -346,17 +440,48 @@ class Worker:
             if self._claim_at <= now:  # jobs that become due soon, too, may have been written without a ring
                 self.upkeep.soon()
 
+    def _bury(self) -> None:
+        """Before anything is claimed: jobs that are over wait for their targets to tell so."""
+        while self.slots.idle and (running := self.claims.to_bury()) is not None:
+            if running not in self.claims:
+                continue
+            if isinstance(running.work.target, ForeignTarget):
+                running.work.target.starting(running.work)
+            if not self.slots.start(running.work):
+                self.claims.end(running, released(running.row))
+
     def _start(self, row: ClaimedRow, sent: float) -> None:
         target = self.targets.get(row.target)
         running = self.claims.add(row, target, sent)
         kind = obstacle(row, target, self._longest)
+        wait, ending = 0, None
+        if isinstance(target, ForeignTarget):
+            now = row.lease_until - self.lease
+            ending, wait, running.work.verdict = target.ending(row, now), target.waits(row, now), target.verdict(row)
+            if self._revoked and not self._revoked.isdisjoint(target.names(row)):
+                wait, running.work.verdict = 0, Kind.REVOKED
         if kind is not None:
             self.claims.end(running, blocked(row, kind))
-        elif (end := outdated(row, self.lease)) is not None:
+        elif ending is not None:
+            self.claims.end(running, ending)
+        elif wait > 0:
+            self.claims.end(running, replace(released(row), delay=wait))
+        elif not isinstance(target, ForeignTarget) and (end := outdated(row, self.lease)) is not None:
             self.claims.end(running, end)
-        elif not self.slots.start(running.work):
+        else:
+            self._give(running)
+
+    def _give(self, running: Running) -> None:
+        """To a slot."""
+        row, target = running.row, running.work.target
+        if isinstance(target, ForeignTarget):
+            target.starting(running.work)
+        if not self.slots.start(running.work):
             self.claims.end(running, released(row))
-        elif events.wanted(events.JobStarted):
+            return
+        if isinstance(target, ForeignTarget):
+            target.started(running.work)
+        if events.wanted(events.JobStarted):
             events.emit(events.JobStarted(running.work.context.id, row.target, row.queue, row.attempt))
 
     # -- refusals ----------------------------------------------------------------------------------------------------
@@ -458,10 +583,18 @@ class Worker:
         self.wake.close()
 
 
-def run_worker(queue: DBQueue, options: WorkerOptions | None = None) -> int:
+def _nothing() -> None: ...
+
+
+def run_worker(
+    queue: DBQueue,
+    options: WorkerOptions | None = None,
+    foreign: Mapping[str, ForeignTarget] | None = None,
+    beside: Callable[[Worker], AbstractContextManager[object]] = nullcontext,
+) -> int:
     """Runs one worker in this process until SIGTERM or SIGINT: the first lets running jobs end (``shutdown`` seconds
-    at most), the second hands them back at once. Returns the exit code: 0, or 75 when too many jobs ignored their
-    timeout."""
-    worker = Worker(queue, options)
-    with log_events(), stop_on_signals(worker.stop):
+    at most), the second hands them back at once. ``beside`` is what is there as long as it runs. Returns the exit code: 0, or 75 when
+    too many jobs ignored their timeout."""
+    worker = Worker(queue, options, foreign)
+    with log_events(), stop_on_signals(worker.stop), beside(worker):
         return worker.run()

@@ -70,10 +70,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("-k", dest="only", metavar="PATTERN", help="tests whose file::class::name has this in it")
     parser.add_argument(
         "--worker",
-        choices=["thread", "process"],
+        choices=["thread", "process", "dbqueue"],
         default="thread",
         help="how Celery's suite gets its worker: in a thread, as it wants it (default), or as the command celery worker, which "
-        "some of its tests cannot reach into",
+        "some of its tests cannot reach into, or as the command dbqueue worker",
     )
     parser.add_argument(
         "--results",

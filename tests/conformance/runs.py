@@ -109,24 +109,26 @@ def run(
     """Run a suite, or its smoke subset, or the tests that match `only`, on the broker's URL (`dbqueue+postgresql://...`).
 
     `worker`: Celery's suite starts one in a `thread` of its own, and some of its tests reach into it; as a `process` it is the
-    command that is deployed. `results`: of its tasks are kept in the broker's database, `dbqueue`, or in `redis`. `limit`: seconds
-    for the whole run. `show`: upstream's progress goes to the terminal; otherwise it is kept as `Run.log`. Raises IndexUnreachable
-    and RedisMissing.
+    command that is deployed, and as `dbqueue` it is our own. `results`: of its tasks are kept in the broker's database, `dbqueue`, or
+    in `redis`. `limit`: seconds for the whole run. `show`: upstream's progress goes to the terminal; otherwise it is kept as
+    `Run.log`. Raises IndexUnreachable and RedisMissing.
     """
     home = environment.suite(suite.name)
     left_out = dict(suite.left_out)
     database = urlsplit(broker).scheme.removeprefix("dbqueue+")
     own_results = suite.needs_redis and results == "dbqueue"
-    if worker == "process":
+    if worker != "thread":
         left_out.update(suite.left_out_of_process)
+    if worker == "dbqueue":
+        left_out.update(suite.left_out_of_dbqueue)
     if own_results:
         left_out.update(suite.left_out_of_own_results)
     version = getattr(environment, suite.name)
     title = f"{suite.name} {version} on {database}"
     if smoke:
         title += ", smoke"
-    if worker == "process" and suite.name == "celery":
-        title += ", worker process"
+    if worker != "thread" and suite.name == "celery":
+        title += ", worker process" if worker == "process" else ", dbqueue worker"
     if suite.needs_redis and not own_results:
         title += ", results in Redis"
     result = Run(title)

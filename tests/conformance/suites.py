@@ -15,6 +15,8 @@ class Suite:
     left_out: dict[str, str] = field(default_factory=dict)
     left_out_of_process: dict[str, str] = field(default_factory=dict)
     """With a worker in a process of its own."""
+    left_out_of_dbqueue: dict[str, str] = field(default_factory=dict)
+    """With dbqueue worker besides."""
     left_out_of_own_results: dict[str, str] = field(default_factory=dict)
     """With results in our database too."""
     needs_redis: bool = False
@@ -30,6 +32,12 @@ _BACKEND = "about another result backend"
 _NO_BROKER = "no broker takes part"
 _REDIS_KEYS = "looks at Redis' own keys and channels of results"
 _REACHES_IN = "looks into the worker's memory, which is another process"
+_CONTROL = "asks the worker by remote control, which celery worker answers and dbqueue worker does not"
+_CELERY_WORKER = "starts celery worker itself"
+_IN_PLACE = (
+    "wants a result that is stored before an error callback that is called in place; here both end in one transaction"
+)
+_PROTOCOL_1 = "sends messages of task protocol 1, which dbqueue worker keeps blocked"
 
 KOMBU = Suite(
     "kombu",
@@ -99,6 +107,16 @@ CELERY = Suite(
         "test_tasks.py::test_task_replacement::test_replaced_task_nesting_level_*": _REACHES_IN,
         "test_tasks.py::test_task_replacement::test_replaced_task_nesting_chain": _REACHES_IN,
         "test_tasks.py::test_signal_bound_method_receivers::*": _REACHES_IN,
+    },
+    left_out_of_dbqueue={
+        "test_inspect.py*": _CONTROL,
+        "test_worker.py*": _CELERY_WORKER,
+        "test_serialization.py*": _CELERY_WORKER,
+        "test_tasks.py::test_tasks::test_task_accepted": _CONTROL,
+        "test_tasks.py::test_tasks::test_revoke_keeps_state_of_task_started_elsewhere*": _CONTROL,
+        "test_tasks.py::test_tasks::test_revoke_by_stamped_headers_no_match": _CONTROL,
+        "test_group_chains.py::*-1]": _PROTOCOL_1,
+        "test_group_chains.py::*::test_pending_chord_keeps_header_errback*": _IN_PLACE,
     },
     left_out_of_own_results={
         "test_canvas.py::test_chord::test_chord_on_error": _REDIS_KEYS,

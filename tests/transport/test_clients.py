@@ -120,6 +120,8 @@ def test_flower_and_the_clients_of_the_celery_command(make_shop: MakeShop, queue
     assert [task["request"]["id"] for task in scheduled[WORKER]] == [later.id]
     assert stats[WORKER]["pool"]["max-concurrency"] == 1
     assert stats[WORKER]["broker"]["transport"] == "dbqueue"
+    password = queue.database.url.password
+    assert not password or password not in str(stats)
     assert {found["name"] for found in queues[WORKER]} == {"shop", "other"}
     assert {"shop.add", "shop.slow"} <= set(registered[WORKER])
 

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     if PLAN["suite"] == "celery":
         _hurry_between_tests()
-        if PLAN["worker"] == "process":
+        if PLAN["worker"] in _COMMANDS:
             from celery.contrib.testing import worker
 
             worker.start_worker = _start_worker_process
@@ -56,6 +57,14 @@ def _hurry_between_tests() -> None:
     """After each test the suite asks whether the worker is idle, and waits a second or two for the answers of others. There are none."""
     from celery.contrib.testing.manager import Manager
 
+    if (
+        PLAN["worker"] == "dbqueue"
+    ):  # which answers to no remote control; some tests ask first whether a worker is there
+        from celery.app.control import Inspect
+
+        Inspect.ping = lambda self, destination=None: {"dbqueue": {"ok": "pong"}}
+        Manager.wait_until_idle = lambda self: _wait_until_idle(self.app)
+        return
     original = Manager.wait_until_idle
 
     def wait_until_idle(self: Any) -> None:
@@ -70,27 +79,33 @@ def _hurry_between_tests() -> None:
     Manager.wait_until_idle = wait_until_idle
 
 
+def _wait_until_idle(app: Any) -> None:
+    from dbqueue import DBQueue
+
+    queue = DBQueue(PLAN["broker"].removeprefix("dbqueue+"))
+    try:
+        until = time.monotonic() + 30
+        while queue.counts().get("running") or app.control.purge():
+            assert time.monotonic() < until, "the worker does not become idle"
+            time.sleep(0.02)
+    finally:
+        queue.close()
+
+
+_COMMANDS = {
+    "process": ("celery", "-A", "worker_app", "worker"),
+    "dbqueue": ("dbqueue", "worker", "-A", "worker_app"),
+}
+
+
 @contextlib.contextmanager
 def _start_worker_process(app: Any, **_: Any) -> Iterator[None]:
-    """`celery worker` as it is deployed, in place of the thread that the suite starts, under the name that the suite expects."""
+    """A worker as it is deployed, in place of the thread that the suite starts, under the name that the suite expects."""
     from celery.contrib.testing.tasks import ping
     from celery.result import allow_join_result
     from celery.utils.nodenames import anon_nodename
 
-    command = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        "worker_app",
-        "worker",
-        "-n",
-        anon_nodename(),
-        "-c",
-        "1",
-        "-l",
-        "INFO",
-    ]
+    command = [sys.executable, "-m", *_COMMANDS[PLAN["worker"]], "-n", anon_nodename(), "-c", "1", "-l", "INFO"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         with allow_join_result():

@@ -1,0 +1,129 @@
+"""``dbqueue worker -A`` sends Celery's events (C6)."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import kombu
+import psycopg
+import pytest
+from celery import __version__
+from celery.events.event import get_exchange
+
+from dbqueue import DBQueue
+from tests.bridge_worker.steered import NODE, TASKS, Node, monitored, start
+from tests.transport.conftest import broker_url, make_shop, queue
+from tests.transport.shops import Shop
+from tests.waiting import wait_for
+
+__all__ = ["broker_url", "make_shop", "queue"]  # fixtures
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.req("C6")]
+
+MakeShop = Callable[..., Shop]
+
+
+def test_its_events_are_those_of_a_celery_worker(make_shop: MakeShop, queue: DBQueue, broker_url: str) -> None:
+    shop = make_shop(backend=broker_url, more=TASKS)
+    with monitored(shop) as monitor:
+        process = start(shop, "-E")
+        node, app = Node(shop), shop.app
+        online = monitor.wait_for("worker-online")
+        assert online["hostname"] == NODE
+        assert online["pid"] == process.pid
+        assert online["sw_ver"] == __version__
+
+        done = app.add.apply_async((1, 1), expires=datetime.now(timezone.utc) + timedelta(hours=1))
+        failed, flaky, rejected = app.fail.delay(), app.flaky.delay("f"), app.reject.delay()
+        late = app.add.apply_async((2, 2), expires=datetime.now(timezone.utc) - timedelta(hours=1))
+        app.quiet.delay()
+        shop.wait_for_note("quiet")
+        running = app.slow.delay("long", 600)
+        shop.wait_for_note("start long")
+        waiting = app.add.delay(3, 3)
+        heartbeat = monitor.wait_for("worker-heartbeat", active=1)
+        assert heartbeat["processed"] >= 5
+        assert len(heartbeat["loadavg"]) == 3
+        assert heartbeat["freq"] == 2.0
+        app.app.control.revoke(waiting.id)
+        app.app.control.revoke(running.id, terminate=True, signal="SIGKILL")
+        for result in (late, waiting, running):
+            monitor.wait_for("task-revoked", uuid=result.id)
+        monitor.wait_for("task-succeeded", uuid=flaky.id)
+
+        received, started = "task-received", "task-started"
+        assert monitor.of(done.id) == [received, started, "task-succeeded"]
+        assert monitor.of(failed.id) == [received, started, "task-failed"]
+        assert monitor.of(flaky.id) == [received, started, "task-retried", received, started, "task-succeeded"]
+        assert monitor.of(rejected.id) == [received, started, "task-failed", "task-rejected"]
+        assert monitor.of(late.id) == [received, started, "task-revoked"]
+        assert monitor.of(waiting.id) == [received, "task-revoked"]
+        assert monitor.of(running.id) == [received, started, "task-revoked"]
+        assert not monitor.last(received, name="shop.quiet")
+
+        first = monitor.wait_for(received, uuid=done.id)
+        assert {name: first[name] for name in ("name", "args", "kwargs", "retries", "root_id", "parent_id", "eta")} == {
+            "name": "shop.add", "args": "(1, 1)", "kwargs": "{}", "retries": 0, "root_id": done.id, "parent_id": None, "eta": None,
+        }  # fmt: skip
+        assert datetime.fromisoformat(first["expires"]) > datetime.now(timezone.utc)
+        success = monitor.wait_for("task-succeeded", uuid=done.id)
+        assert success["result"] == "2"
+        assert 0 <= success["runtime"] < 30
+        failure = monitor.wait_for("task-failed", uuid=failed.id)
+        assert failure["exception"] == "ValueError('no stock')"
+        assert 'raise ValueError("no stock")' in failure["traceback"]
+        assert "Retry" in monitor.wait_for("task-retried", uuid=flaky.id)["traceback"]
+        killed = monitor.wait_for("task-revoked", uuid=running.id)
+        assert (killed["terminated"], killed["signum"], killed["expired"]) == (True, signal.SIGKILL, False)
+        assert monitor.wait_for("task-revoked", uuid=late.id)["expired"] is True
+
+        # On and off.
+        assert node("disable_events") == {"ok": "task events disabled"}
+        silent = app.add.delay(4, 4)
+        assert silent.get(timeout=30) == 8
+        node("heartbeat")
+        monitor.wait_for("worker-heartbeat", freq=5)
+        assert monitor.of(silent.id) == []
+        assert node("enable_events") == {"ok": "task events enabled"}
+        monitor.wait_for("task-succeeded", uuid=app.add.delay(5, 5).id)
+
+        process.send_signal(signal.SIGTERM)
+        shop.ended(process)
+        monitor.wait_for("worker-offline", 10)
+
+
+@pytest.mark.databases("postgres")
+def test_a_log_in_trouble_costs_events_and_nothing_else(
+    make_shop: MakeShop, queue: DBQueue, broker_url: str, database_url: str
+) -> None:
+    shop = make_shop(backend=broker_url)
+    app = shop.app.app
+    with app.connection_for_read() as connection:  # else nobody wants events, and none is written
+        watch = kombu.Queue("watch", get_exchange(connection), "#", durable=False, auto_delete=True)
+        watch(connection.default_channel).declare()
+    process = start(shop, "-E")
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE dbqueue_mail RENAME TO elsewhere")
+        assert [shop.app.add.delay(n, 1).get(timeout=30) for n in range(10)] == list(range(1, 11))
+        wait_for(lambda: "events cannot be sent" in shop.log(process), 30)
+        connection.execute("ALTER TABLE elsewhere RENAME TO dbqueue_mail")
+    with monitored(shop) as monitor:
+        wait_for(lambda: "events are sent again" in shop.log(process), 30)
+        assert shop.app.add.delay(20, 1).get(timeout=30) == 21
+        monitor.wait_for("task-succeeded", result="21")
+        assert Node(shop)("ping") == {"ok": "pong"}
+    process.send_signal(signal.SIGTERM)
+    shop.ended(process)
+
+
+def test_events_are_of_celery_apps_only(tmp_path: Path) -> None:
+    (tmp_path / "jobs.py").write_text("from dbqueue import DBQueue\nqueue = DBQueue('sqlite:///jobs.db')\n")
+    command = [sys.executable, "-m", "dbqueue", "worker", "-A", "jobs", "-E"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "-E sends Celery's events" in ended.stderr

@@ -1,0 +1,159 @@
+"""The command itself: what it refuses and blocks, its pools, its ends, and other places for results."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from celery import chain, chord
+from celery.exceptions import TimeLimitExceeded
+
+from tests.bridge_worker.projects import Project
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.req("C6")
+
+Make = Callable[..., Project]
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_for(answers, 20, "redis-server did not start")
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        server.terminate()
+        server.wait(20)
+
+
+def test_what_cannot_run_is_blocked_and_runs_after_a_deploy(make_project: Make) -> None:
+    project = make_project()
+    project.app.conf.accept_content = ["json", "pickle"]
+    worker = project.worker(size=1)
+    pickled = project.send("add", 1, 2, serializer="pickle")
+    unknown = project.send("later", 3)
+    assert project.value("add", 1, 1) == 2
+    (row,) = project.ended(pickled.id)
+    assert (row.state, row.error_kind, row.error_summary) == ("blocked", "corrupt_payload", "ContentDisallowed")
+    (row,) = project.ended(unknown.id)
+    assert (row.state, row.error_kind, row.attempt) == ("blocked", "unknown_target", 0)
+    log = project.stop(worker)
+    assert "add 1 2" not in project.notes
+    assert "again in" not in log  # nothing crashed
+    assert project.notes[-1] == "signal worker_shutdown"
+
+    project.write("\n\n@app.task\ndef later(x): return x * 2\n")
+    project.worker(size=1)
+    project.queue.retry(row.id)
+    assert unknown.get(timeout=30) == 6
+
+
+def test_threads(make_project: Make) -> None:
+    project = make_project()
+    worker = project.worker("-P", "threads")
+    pid, main = project.value("where")
+    assert (pid, main) == (worker.pid, False)
+    assert project.value("again", "t", 2) == "t after 2 in proj"
+    assert chord((project.s("add", n, n) for n in range(10)), project.s("total")).delay().get(timeout=30) == 90
+    assert project.value("own", "t", False) == "own t"
+    assert project.notes.count("before t") == 1
+    assert project.value("rejected", "t", True) == "in the end"
+
+
+@pytest.mark.soak
+def test_a_child_is_replaced_after_so_many_tasks(make_project: Make) -> None:
+    project = make_project(worker_max_tasks_per_child=2)
+    worker = project.worker(size=1)
+    pids = [project.value("where")[0] for _ in range(5)]
+    assert worker.pid not in pids
+    assert [len(set(pids[n : n + 2])) for n in (0, 2)] == [1, 1]
+    assert len(set(pids)) == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("where", ["sqlalchemy", "redis"])
+def test_results_elsewhere_come_first(
+    make_project: Make, where: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if where == "redis":
+        pytest.importorskip("redis")
+        results = request.getfixturevalue("redis_url")
+    else:
+        results = f"db+sqlite:///{tmp_path / 'results.db'}"
+    project = make_project(results=results)
+    project.worker()
+    sent = project.send("again", "r", 2)
+    assert sent.get(timeout=30) == "r after 2 in proj"
+    project.ended(sent.id, 3)
+    assert chain(project.s("add", 1, 1), project.s("add", 1), project.s("add", 1)).delay().get(timeout=30) == 4
+    parts = [project.s("add", n, n) for n in range(5)]
+    assert chord(parts, project.s("total")).delay().get(timeout=30) == 20
+    with pytest.raises(TimeLimitExceeded):
+        project.value("hard", "elsewhere")
+
+
+@pytest.mark.soak
+def test_no_results_at_all(make_project: Make) -> None:
+    project = make_project(results=None)
+    project.worker()
+    chain(project.s("add", 1, 1), project.s("add", 1), project.s("tell")).delay()
+    project.wait_for_note("told 3")
+    project.s("fail", "f").apply_async(link_error=project.s("told_of_error", "f"))
+    project.wait_for_note("error of f: ValueError")
+    project.idle()
+
+
+def test_a_lost_lease_publishes_and_stores_nothing(make_project: Make, tmp_path: Path) -> None:
+    """The worker stands still while its child runs on, and another worker takes the task over."""
+    project = make_project()
+    until = tmp_path / "until"
+    first = project.worker("--lease", "0.5", "-n", "first@proj", size=1)
+    sent = chain(project.s("held", "h", str(until)), project.s("tell", "next")).delay()
+    wait_for(lambda: any(note.startswith("start h") for note in project.notes), 30)
+    os.kill(first.pid, signal.SIGSTOP)
+    try:
+        project.worker("--lease", "0.5", "-n", "second@proj", size=1)
+        wait_for(lambda: sum(note.startswith("start h") for note in project.notes) == 2, 30)
+        until.touch()
+        wait_for(lambda: project.notes.count("end h") == 2, 30)
+        sent.get(timeout=30)
+        project.idle()
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
+    project.stop(first)
+    assert project.notes.count("told h next") == 1
+    assert len(project.rows(sent.id)) == 1
+    assert [row.state for row in project.rows(sent.parent.id)] == ["succeeded"]
+
+
+def test_a_stop_lets_a_task_end(make_project: Make, tmp_path: Path) -> None:
+    project = make_project()
+    until = tmp_path / "until"
+    worker = project.worker(size=1)
+    sent = project.send("held", "h", str(until))
+    wait_for(lambda: any(note.startswith("start h") for note in project.notes), 30)
+    worker.terminate()
+    wait_for(lambda: "SIGTERM" in project.log(worker), 30)
+    until.touch()
+    assert worker.wait(30) == 0
+    assert sent.get(timeout=30) == "h"
+    assert [row.state for row in project.ended(sent.id)] == ["succeeded"]
