@@ -36,18 +36,14 @@ class ImportFailed(click.ClickException):
     code = Code.CONFIG_ERROR
 
 
-def find_queue(spec: str, *, broker: bool = True) -> DBQueue:
-    """The DBQueue of ``module``, ``module:attr`` or ``package``; without one, and with ``broker``, that of the broker of the Celery app
-    there. Raises ConfigError, ImportFailed, or the QueueError that the module itself raised."""
+def find_queue(spec: str) -> DBQueue:
+    """The DBQueue of ``module``, ``module:attr`` or ``package``; without one, that of the broker of the Celery app there. Raises
+    ConfigError, ImportFailed, or the QueueError that the module itself raised."""
     name, attribute = _parts(spec)
     module = _import(name)
     if attribute:
         value = _named(module, attribute)
-        if isinstance(value, DBQueue):
-            return value
-        if broker:
-            return _of_broker(value)
-        raise ConfigError(f"{spec} is a Celery app and no DBQueue: its tasks are run by `celery worker`")
+        return value if isinstance(value, DBQueue) else _of_broker(value)
     found = _queues_of(module)
     looked = [name]
     for submodule in SUBMODULES if not found and hasattr(module, "__path__") else ():
@@ -59,7 +55,7 @@ def find_queue(spec: str, *, broker: bool = True) -> DBQueue:
     if len(distinct) == 1:
         return next(iter(distinct.values()))[1]
     if not distinct:
-        if broker and (celery := find_celery(spec)) is not None:
+        if (celery := find_celery(spec)) is not None:
             return _of_broker(celery)
         raise ConfigError(
             f"there is no DBQueue in {', '.join(looked)}; name the one that you mean: -A module:attribute"

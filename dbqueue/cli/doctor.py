@@ -16,7 +16,10 @@ from dbqueue.errors import ForeignDistribution
 
 
 @click.command()
-@click.option("--role", type=click.Choice(list(ROLES)), help="What the database user is for; without it, everything.")
+@click.option(
+    "--role", metavar="ROLE", type=click.Choice(list(ROLES)),
+    help=f"What the database user is for; without it, everything. One of {', '.join(ROLES)}.",
+)  # fmt: skip
 @click.option(
     "--patience", type=click.FloatRange(1, 86_400), default=PATIENCE, show_default=True, metavar="SECONDS",
     help="How long a due job or an ended lease may wait.",

@@ -37,18 +37,18 @@ class Asked:
     url: str | None
     as_json: bool
 
-    def queue(self, *, broker: bool = True) -> DBQueue:
-        """The queue of -A, else of --url, else of DBQUEUE_URL or dbqueue.toml. No connection is made yet. ``broker``: that of a Celery
-        app will do."""
-        queue = apps.find_queue(self.app, broker=broker) if self.app is not None else _from_settings(self.url)
+    def queue(self) -> DBQueue:
+        """The queue of -A, which may be the broker of a Celery app, else of --url, else of DBQUEUE_URL or dbqueue.toml. No connection is
+        made yet."""
+        queue = apps.find_queue(self.app) if self.app is not None else _from_settings(self.url)
         for url in (queue.database.url, queue.database.listen_url):
             output.hide(url.password, *(value for name, value in url.query.items() if "pass" in name))
         return queue
 
     @contextmanager
-    def opened(self, *, broker: bool = True) -> Iterator[DBQueue]:
+    def opened(self) -> Iterator[DBQueue]:
         """The queue until the block ends; an error of the database says which one it was."""
-        queue = self.queue(broker=broker)
+        queue = self.queue()
         try:
             yield queue
         except (DatabaseError, SchemaMissing, SchemaOutdated, SchemaTooNew) as error:

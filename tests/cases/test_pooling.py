@@ -68,7 +68,8 @@ def test_through_a_small_transaction_pooler(
         found = postgres.execute(sessions + through, (name,))[0]
         assert found[0] <= 4 + 1, "four of the pooler's, one of this test's own queue"
         assert found[1] == 0
-        assert postgres.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == [(0,)]
+        held = "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database WHERE locktype = 'advisory' AND datname = %s"
+        assert postgres.execute(held, (name,)) == [(0,)]
         assert [worker.log for worker in workers] == ["", ""]
 
 

@@ -152,7 +152,8 @@ def test_messages_through_a_small_transaction_pooler(connect: Connect, queue: DB
         assert found[1] == 0
         for connection in connections:
             connection.release()
-    assert postgres.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == [(0,)]
+    held = "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database WHERE locktype = 'advisory' AND datname = %s"
+    assert postgres.execute(held, (name,)) == [(0,)]
 
 
 def _publish_both(connection: kombu.Connection, number: int) -> None:

@@ -283,14 +283,6 @@ def test_a_celery_app_is_found_as_celery_finds_it(
     queue.close()
 
 
-@pytest.mark.parametrize("spec", ["shop", "shop:app"])
-def test_a_worker_of_ours_runs_no_tasks_of_celery(write: Write, cli: Run, spec: str) -> None:
-    write(shop=CELERY + f"app = {BROKER}")
-    answer = cli("worker", "-A", spec)
-    assert answer.code == 2
-    assert "no DBQueue" in answer.err
-
-
 def test_celery_is_not_imported_for_who_does_not_use_it(write: Write, tmp_path: Path) -> None:
     write(shop=QUEUE + "queue = DBQueue('sqlite:///a.db')")
     look = "import sys; from dbqueue.cli import apps; apps.find_queue('shop'); apps.find_celery('shop'); print('celery' in sys.modules)"

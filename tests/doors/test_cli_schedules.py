@@ -146,7 +146,7 @@ def test_a_schedule_that_is_not_there(schedules: Run, command: str) -> None:
 
 def test_what_only_celery_can_do(schedules: Run) -> None:
     answer = schedules("run-now", "some entry", "--owner", "shop")
-    assert (answer.code, "app's code" in answer.err) == (2, True)
+    assert (answer.code, "name the app with -A" in answer.err) == (2, True)
     assert "there is no schedule 'some entry' of shop" in schedules("show", "some entry", "--owner", "shop").err
 
 

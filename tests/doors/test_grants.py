@@ -203,7 +203,7 @@ def storing(queue: DBQueue) -> list[Step]:
         lambda d, s: results.load_group(d, s, "g"),
         lambda d, s: results.delete_group(d, s, "g"),
         lambda d, s: results.set_chord_size(d, s, "g", 2, SECOND),
-        lambda d, s: results.add_to_chord(d, s, "g", SECOND),
+        lambda d, s: results.add_to_chord(d, s, "g", "t", SECOND),
         lambda d, s: results.count_part(d, s, "g", "t", 0, b"{}", SECOND),
         lambda d, s: results.chord_parts(d, s, "g"),
         lambda d, s: results.end_chord(d, s, "g"),
@@ -609,11 +609,12 @@ def test_who_writes_schedules_and_who_fires_them(admin: Admin) -> None:
             queue.send("mail", 1)
         with refused():
             queue.claim("mail", "me")
-    admin.execute(f"REVOKE dbqueue_scheduler FROM user_{os.getpid()}")
+    user = urlsplit(url).username
+    admin.execute(f"REVOKE dbqueue_scheduler FROM {user}")
     for statement in documented("beat"):
         admin.execute(statement)
     admin._roles.insert(0, "dbqueue_beat")
-    admin.execute(f"GRANT dbqueue_beat TO user_{os.getpid()}")
+    admin.execute(f"GRANT dbqueue_beat TO {user}")
     with closing(DBQueue(url)) as queue:
         queue.periodic("declared", "@every 1s", "mail", 1)
         queue.start_schedules()
