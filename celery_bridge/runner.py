@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from billiard.einfo import ExceptionInfo
@@ -444,9 +445,23 @@ def set_up_child(spec: str, hostname: str, setup: Callable[[], None]) -> None:
     app, queue = apps.find_celery(spec), apps.find_queue(spec)
     assert app is not None  # the parent has found it
     prepare(app, hostname)
+    for fixup in getattr(
+        app, "_fixups", ()
+    ):  # Django's keeps its connections in order, from the worker's own signal on
+        if hasattr(fixup, "on_worker_init"):
+            fixup.on_worker_init(sender=_ChildsWorker(app, hostname))
     worker_state.reset_state()
     _targets.update(Runner(app, queue.database, hostname).targets())
     signals.worker_process_init.send(sender=hostname)
+
+
+@dataclass(frozen=True)
+class _ChildsWorker:
+    """What Celery's fixups ask of the worker whose child this is."""
+
+    app: Celery
+    hostname: str
+    pool_cls: str = "prefork"
 
 
 def prepare(app: Celery, hostname: str) -> None:
@@ -455,11 +470,6 @@ def prepare(app: Celery, hostname: str) -> None:
     app.loader.init_worker()
     app.loader.init_worker_process()
     setup_worker_optimizations(app, hostname)
-    for fixup in getattr(
-        app, "_fixups", ()
-    ):  # Django's keeps its connections in order, beginning with the worker's own signal
-        if hasattr(fixup, "on_worker_init"):
-            fixup.on_worker_init()
     if not hasattr(Task.retry, "__wrapped__"):
         for method in ("retry", "replace", "on_replace"):
             if hasattr(Task, method):
@@ -521,6 +531,7 @@ class Served:
     @contextmanager
     def serving(self, *, threads: bool) -> Iterator[None]:
         """While the worker runs: Celery's signals of a worker. ``threads``: tasks are traced in this process."""
+        self.pool_cls = "threads" if threads else "prefork"
         signals.worker_init.send(sender=self)
         if limited := sorted(task.name for task in self.app.tasks.values() if task.rate_limit):
             log.warning("this worker keeps no rate limits, and these tasks have one: %s", ", ".join(limited))

@@ -102,6 +102,17 @@ class Lab:
         wait_for(ready, 60, "the worker is not ready")
         return process
 
+    def own_worker(self, **settings: object) -> subprocess.Popen[bytes]:
+        """`dbqueue worker` on the same app."""
+        process = self.start("-m", "dbqueue", "worker", "-A", self.example.app, "-c", "2", **settings)
+
+        def ready() -> bool:
+            assert process.poll() is None, self.log(process)
+            return " 2 slots" in self.log(process)
+
+        wait_for(ready, 60, "the worker is not ready")
+        return process
+
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, self.log(process)

@@ -47,6 +47,20 @@ class Scenarios:
         shop.stop(worker)
         assert shop.counts() == {"pending": 1, "acked": 4}
 
+    @pytest.mark.req("C6")
+    def test_our_own_worker_works_on_it(self, shop: Lab) -> None:
+        """In child processes, where Django's fixup keeps its connections in order; the rows say how the tasks ended."""
+        shop.web()
+        assert shop.order() == (201, {"order": 1})
+        worker = shop.own_worker()
+        done = shop.wait_for_events(1, "receipt", "packed", "label")
+        assert sorted(done) == ["label", "packed", "printing", "receipt", "reserved"]
+        assert done.index("reserved") < done.index("packed")
+        wait_for(lambda: shop.counts() == {"pending": 1, "succeeded": 4}, 30, "not all are done")
+        assert shop.state_of("ask_for_review") == "pending"
+        shop.stop(worker)
+        assert "Traceback" not in shop.log(worker)
+
     @pytest.mark.req("C5")
     def test_a_declined_order_leaves_neither_row_nor_message(self, shop: Lab) -> None:
         shop.web()
