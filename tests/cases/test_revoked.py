@@ -48,8 +48,8 @@ def test_revoking_what_has_ended_harms_nobody(make_shop: MakeShop, queue: DBQueu
     assert control.ping(timeout=10, destination=["w0@shop"])  # it has heard them all
     more = [add.delay(n, 1) for n in range(10)]
     wait_for(lambda: queue.counts("shop") == {"acked": 20}, 30)
+    wait_for(lambda: all(result.state == "SUCCESS" for result in more), 30)  # acknowledged before they ran
     assert Counter(shop.notes) == Counter(f"add {n} {m}" for n in range(10) for m in range(2))
-    wait_for(lambda: all(result.state == "SUCCESS" for result in more), 30)
     assert {result.state for result in done} == {"SUCCESS"}
 
 
