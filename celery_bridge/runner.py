@@ -199,7 +199,7 @@ class Runner:
             state, kind, summary, delay = (
                 self._end(task, request, verdict, work) if verdict else self._trace(task, request, work)
             )
-        if not ended:
+        if not ended or (kind is Kind.CRASHED and state is State.PENDING):
             return outcome(state, kind, summary, delay=delay)
         settlement = Settlement(row.id, row.token, state, row.queue, kind, summary, delay or 0)
         try:
@@ -208,7 +208,7 @@ class Runner:
         except (
             Exception
         ) as error:  # refused by the database, or raised by an error callback: again, but not without end
-            log.exception("the end of task %s[%s] cannot be written", name, request.id)
+            log.error("the end of task %s[%s] cannot be written: %s", name, request.id, type(error).__name__)
             return outcome(State.PENDING, Kind.CRASHED, f"its end cannot be written: {type(error).__name__}")
         return outcome(state, kind, summary, settled=fact)
 
@@ -232,7 +232,9 @@ class Runner:
                 )  # fmt: skip
         except Reject as rejected:
             return self._rejected(request, work.row, rejected)
-        except BaseException as error:  # SystemExit and the like: Celery's worker takes it for a lost child
+        except (SystemExit, KeyboardInterrupt) as error:  # Celery's worker takes it for a lost child, and so do we
+            return State.PENDING, Kind.CRASHED, type(error).__name__, None
+        except BaseException as error:
             request.on_failure(_info_of(error))
             return State.DEAD, Kind.FAILED, type(error).__name__, None
         if info is None:

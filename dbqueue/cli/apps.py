@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -22,6 +23,8 @@ from dbqueue.cli.distribution import check_distribution
 from dbqueue.cli.output import scrub
 from dbqueue.errors import Code, ConfigError, QueueError
 from dbqueue.queue import DBQueue
+
+log = logging.getLogger("dbqueue")
 
 __all__ = ["ImportFailed", "check_distribution", "find_celery", "find_queue"]
 
@@ -107,6 +110,24 @@ def _of_broker(app: Any) -> DBQueue:
     from dbqueue.celery_beat.broker import queue_of
 
     return queue_of(app)
+
+
+def is_broker(app: Any, queue: DBQueue) -> bool:
+    """Whether the app's messages are rows of the queue's database; False: it has another broker, and its tasks are no business of ours.
+    Raises ConfigError for another database of ours."""
+    from dbqueue.celery_beat.broker import queue_of
+
+    try:
+        broker = queue_of(app)
+    except ConfigError:
+        log.warning("the Celery app %s has another broker: `celery worker` runs its tasks", app.main)
+        return False
+    if _place(broker) != _place(queue):
+        raise ConfigError(
+            f"the Celery app {app.main} has its broker in {broker.database.label}, and the DBQueue of -A is on {queue.database.label}: "
+            "a worker works for one of them; start one for each (-A module:attribute)"
+        )
+    return True
 
 
 def _is_celery(value: object) -> bool:

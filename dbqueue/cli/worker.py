@@ -195,7 +195,7 @@ def _of_celery(
 ) -> Any | None:
     """What the Celery app that -A means brings along (``celery_bridge.runner.Served``); None: there is none."""
     app = apps.find_celery(spec)
-    if app is None:
+    if app is None or not apps.is_broker(app, queue):
         return None
     # It stands on this package and not the other way round; so it is asked for by its name.
     return importlib.import_module("celery_bridge.runner").Served(app, spec, queue, name, queues, setup)

@@ -120,7 +120,13 @@ def time_limits_of(head: bytes) -> tuple[float | None, float | None]:
         hard, soft = loads(head.decode())["headers"]["timelimit"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, None
-    return hard, soft
+    return _limit(hard), _limit(soft)
+
+
+def _limit(seconds: Any) -> float | None:
+    """Anybody may have written it: a worker counts with it."""
+    usable = isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < 1e9
+    return seconds if usable else None
 
 
 def is_transient(message: dict[str, Any]) -> bool:

@@ -277,7 +277,10 @@ class Claims:
         for running in list(self._running.values()):
             if running.settlement is None:
                 self._slots.abandon(running.work)
-                self._end_without_handler(running, now)
+                if (
+                    running.work.verdict is None
+                ):  # else it is over: handed back, it would be run again; its lease decides
+                    self._end_without_handler(running, now)
 
     def leave(self) -> int:
         """What could not be settled stays with its lease. Returns how many."""

@@ -365,7 +365,9 @@ class Worker:
         try:
             with self.database.errors():
                 result = self.dialect.turn(session, turn)
-                self._revoked = self._revoked_among(session, result) if asks and result.claimed else set()
+                self._revoked = set()
+                if asks and result.claimed:
+                    self._revoked = self._ask_revoked(session, result)
         except QueueError:
             raise
         except Exception as error:
@@ -380,6 +382,14 @@ class Worker:
         self.upkeep.soon(self.claims.next_retry)
         self.claims.next_retry = NEVER
         return result
+
+    def _ask_revoked(self, session: OwnSession, result: TurnResult) -> set[str]:
+        try:
+            return self._revoked_among(session, result)
+        except (
+            Exception
+        ) as error:  # the claims are committed, and nobody knows of them yet: a lost connection hands them back
+            raise ConnectionLost("which of the claimed tasks are revoked could not be asked") from error
 
     def _revoked_among(self, session: OwnSession, result: TurnResult) -> set[str]:
         """A task may be revoked before its message is written. Asked after the claim, so that no revoke that was there before the
@@ -443,10 +453,9 @@ class Worker:
     def _bury(self) -> None:
         """Before anything is claimed: jobs that are over wait for their targets to tell so."""
         while self.slots.idle and (running := self.claims.to_bury()) is not None:
-            if running not in self.claims:
+            if running not in self.claims or running.settlement is not None or running.lost:
                 continue
-            if isinstance(running.work.target, ForeignTarget):
-                running.work.target.starting(running.work)
+            self._starting(running)
             if not self.slots.start(running.work):
                 self.claims.end(running, released(running.row))
 
@@ -457,25 +466,43 @@ class Worker:
         wait, ending = 0, None
         if isinstance(target, ForeignTarget):
             now = row.lease_until - self.lease
-            ending, wait, running.work.verdict = target.ending(row, now), target.waits(row, now), target.verdict(row)
-            if self._revoked and not self._revoked.isdisjoint(target.names(row)):
-                wait, running.work.verdict = 0, Kind.REVOKED
+            try:
+                ending, wait, running.work.verdict = (
+                    target.ending(row, now),
+                    target.waits(row, now),
+                    target.verdict(row),
+                )
+                if self._revoked and not self._revoked.isdisjoint(target.names(row)):
+                    wait, running.work.verdict = 0, Kind.REVOKED
+            except Exception as error:  # others wrote it: what cannot be read must not end the worker
+                log.error("job %s %s cannot be read: %s", running.work.context.id, row.target, type(error).__name__)
+                kind = Kind.CORRUPT_PAYLOAD
         if kind is not None:
             self.claims.end(running, blocked(row, kind))
         elif ending is not None:
             self.claims.end(running, ending)
         elif wait > 0:
+            self.claimed -= 1
             self.claims.end(running, replace(released(row), delay=wait))
         elif not isinstance(target, ForeignTarget) and (end := outdated(row, self.lease)) is not None:
             self.claims.end(running, end)
         else:
             self._give(running)
 
+    def _starting(self, running: Running) -> None:
+        target = running.work.target
+        if isinstance(target, ForeignTarget):
+            try:
+                target.starting(running.work)
+            except Exception as error:  # it is told to monitors only
+                log.error(
+                    "job %s %s cannot be told: %s", running.work.context.id, running.row.target, type(error).__name__
+                )
+
     def _give(self, running: Running) -> None:
         """To a slot."""
         row, target = running.row, running.work.target
-        if isinstance(target, ForeignTarget):
-            target.starting(running.work)
+        self._starting(running)
         if not self.slots.start(running.work):
             self.claims.end(running, released(row))
             return

@@ -273,6 +273,12 @@ def test_a_crash_costs_an_attempt_and_three_are_the_end(project: Project) -> Non
         sent.get(timeout=30)
 
 
+def test_a_limit_that_is_no_number_harms_nobody(project: Project) -> None:
+    """The header comes from anybody; the worker counts with it."""
+    assert project.value("add", 1, 1, time_limit="30") == 2
+    assert project.value("add", 2, 2) == 4
+
+
 # -- time --------------------------------------------------------------------------------------------------------------
 
 

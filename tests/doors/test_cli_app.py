@@ -283,6 +283,30 @@ def test_a_celery_app_is_found_as_celery_finds_it(
     queue.close()
 
 
+@pytest.mark.req("C6")
+@pytest.mark.parametrize(
+    ("broker", "works"),
+    [
+        ("dbqueue+sqlite:///a.db", True),
+        ("memory://", False),
+        ("redis://nowhere", False),
+        ("dbqueue+sqlite:///b.db", None),
+    ],
+)
+def test_a_worker_takes_the_tasks_of_an_app_on_its_own_database_only(
+    write: Write, broker: str, works: bool | None
+) -> None:
+    app = f"app = Celery('shop', broker={broker!r}, set_as_current=False)"
+    write(shop=QUEUE + CELERY + f"{app}\nqueue = DBQueue('sqlite:///a.db')")
+    queue, celery = apps.find_queue("shop"), apps.find_celery("shop")
+    if works is None:
+        with pytest.raises(ConfigError, match="a worker works for one of them"):
+            apps.is_broker(celery, queue)
+    else:
+        assert apps.is_broker(celery, queue) is works
+    queue.close()
+
+
 def test_celery_is_not_imported_for_who_does_not_use_it(write: Write, tmp_path: Path) -> None:
     write(shop=QUEUE + "queue = DBQueue('sqlite:///a.db')")
     look = "import sys; from dbqueue.cli import apps; apps.find_queue('shop'); apps.find_celery('shop'); print('celery' in sys.modules)"
