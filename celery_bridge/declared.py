@@ -301,7 +301,8 @@ class Task(Generic[P, R]):
     def AsyncResult(self, task_id: str) -> AsyncResult[R]:  # noqa: N802 - Celery's name
         """The newest call of this task with this id; the id of a job that a schedule wrote is the job's."""
         queue = self._bound[0].queue
-        found = queue.jobs(task_id=_check_task_id(task_id), target=self.name, limit=1)
+        found = queue.jobs(task_id=_check_task_id(task_id), target=self.name)
+        found = sorted(found, key=lambda job: (job.created_at, job.id), reverse=True)
         with suppress(ValueError):
             job = None if found else queue.get_job(uuid.UUID(task_id))
             found = [job] if job is not None and job.target == self.name else found

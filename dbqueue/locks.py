@@ -28,6 +28,9 @@ from dbqueue.settings import describe
 SHORTEST, LONGEST = 0.1, 86_400.0
 """Seconds that a lock may live without being renewed."""
 
+RESOLUTION = 0.001
+"""Seconds: SQLite's clock shows milliseconds, rounded, so a lock may end so much sooner than its holder would reckon."""
+
 TAKE = """
 INSERT INTO {locks} AS held (name, token, owner, until) VALUES (:name, :token, :owner, {now} + :ttl)
 ON CONFLICT (name) DO UPDATE SET token = excluded.token, owner = excluded.owner, until = {now} + :ttl
@@ -110,7 +113,7 @@ class Lock:
         token, began = ids.new_token(), time.monotonic()
         taken, _ = self._ask(lambda d, s: acquire(d, s, self.name, token, self.owner, self._ttl))
         if taken:
-            self._token, self._until = token, began + self._ttl / clock.SECOND
+            self._token, self._until = token, began + self._ttl / clock.SECOND - RESOLUTION
         return taken and self.remaining > 0
 
     def renew(self) -> bool:
@@ -120,7 +123,7 @@ class Lock:
             return False
         renewed, _ = self._ask(lambda d, s: renew(d, s, self.name, token, self._ttl))
         if renewed:
-            self._until = began + self._ttl / clock.SECOND
+            self._until = began + self._ttl / clock.SECOND - RESOLUTION
         else:
             self._token = None
         return renewed and self.remaining > 0
