@@ -28,6 +28,7 @@ from dbqueue.clock import SQLITE_NOW, Clock
 from dbqueue.database import touched
 from dbqueue.database.alive import Alive, is_alive, own_workers
 from dbqueue.database.dialect import OwnSession, Params, Row, Session
+from dbqueue.database.forks import GatedConnection
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
     FINISHED_COLUMNS,
@@ -281,7 +282,7 @@ _BUSY, _LOCKED, _CANNOT_OPEN, _NOT_A_DATABASE, _SNAPSHOT = 5, 6, 14, 26, 517
 _CONNECTION_CODES = {8, 10, 13, _CANNOT_OPEN}
 
 
-class OwnConnection(sqlite3.Connection):
+class OwnConnection(GatedConnection):
     """Knows which file it opened. The name may lead to another one by now, or nowhere, and SQLite goes on in the old one without a
     word: what is written there is gone."""
 
@@ -420,7 +421,7 @@ class Sqlite:
         """Creates no file and leaves the journal mode alone: the schema may be missing, and this thread in a transaction on the file."""
         try:
             uri = f"file:{quote(os.path.abspath(self.path))}?mode=rw"
-            return sqlite3.connect(uri, uri=True, timeout=1, isolation_level=None)
+            return sqlite3.connect(uri, uri=True, timeout=1, isolation_level=None, factory=GatedConnection)
         except sqlite3.OperationalError:
             if os.path.exists(self.path):
                 raise
@@ -626,8 +627,9 @@ class Sqlite:
     def mail_session(self) -> SqliteSession:
         """In a side file: what is gone in a minute must not queue for the one write lock, nor wait for the disk."""
         connection = sqlite3.connect(
-            self.mail_path, timeout=1, isolation_level=None, check_same_thread=False, cached_statements=64
-        )
+            self.mail_path, timeout=1, isolation_level=None, check_same_thread=False, cached_statements=64,
+            factory=GatedConnection,
+        )  # fmt: skip
         try:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=OFF")

@@ -146,6 +146,7 @@ def test_missed_slots(beats: Beats, options: dict[str, Any], slots: list[int]) -
 
 @pytest.mark.req("C7", "H14")
 def test_a_fraction_of_a_second_and_a_relative_interval(beats: Beats) -> None:
+    beats.set_clock("2026-03-02 10:00:01")
     beat = beats.beat(
         {
             "short": {"task": TASK, "schedule": 7.5},
