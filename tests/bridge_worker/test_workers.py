@@ -15,34 +15,12 @@ from celery import chain, chord
 from celery.exceptions import TimeLimitExceeded
 
 from tests.bridge_worker.projects import Project
+from tests.redis_server import redis_url as redis_url
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.req("C6")
 
 Make = Callable[..., Project]
-
-
-@pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(tmp_path)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-
-    def answers() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        wait_for(answers, 20, "redis-server did not start")
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        server.terminate()
-        server.wait(20)
 
 
 def test_what_cannot_run_is_blocked_and_runs_after_a_deploy(make_project: Make) -> None:
