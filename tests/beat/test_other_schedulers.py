@@ -43,7 +43,9 @@ PeriodicTask.objects.create(interval=every, name="tick", task="shop.add", args="
 def check_that_it_fires(shop: Shop, queue: DBQueue, *arguments: str) -> None:
     """Twice, into a queue that nobody works on; a worker then runs what is there."""
     beat = shop.celery("beat", "-l", "INFO", *arguments)
-    wait_for(lambda: queue.counts("shop").get("pending", 0) >= 2 or beat.poll() is not None, 60, "it did not fire twice")
+    wait_for(
+        lambda: queue.counts("shop").get("pending", 0) >= 2 or beat.poll() is not None, 60, "it did not fire twice"
+    )
     assert beat.poll() is None, shop.log(beat)
     beat.terminate()
     beat.wait(30)
