@@ -63,7 +63,7 @@ class ForeignTarget(Target[Any]):
     address: tuple[str, str]
     """Module and name of a function there that gives a child process the target of a name."""
     crashes = 3
-    """Attempts that may end with the death of their process; after the last one the target is asked to tell so."""
+    """Runs that may end with the death of their process or its worker; after the last one the target is asked to tell so."""
 
     def ending(self, row: ClaimedRow, now: int) -> Settlement | None:
         """How this row ends that is not to be run, and of which there is nothing to tell. ``now``: of the claim."""

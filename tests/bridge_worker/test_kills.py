@@ -75,7 +75,7 @@ def test_a_killed_worker_and_a_killed_child(make_project: Make, tmp_path: Path) 
     project.idle()
     assert project.notes.count("told h next") == 1
     (row,) = project.rows(sent.parent.id)
-    assert (row.state, row.attempt, row.lapses) == ("succeeded", 3, 1)
+    assert (row.state, row.attempt, row.lapses) == ("succeeded", 3, 2)
 
 
 def test_killed_at_every_word_of_what_ends_a_retry(make_project: Make) -> None:
