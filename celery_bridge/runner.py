@@ -457,6 +457,11 @@ def set_up_child(spec: str, hostname: str, setup: Callable[[], None]) -> None:
     signals.worker_process_init.send(sender=hostname)
 
 
+def tear_down_child(hostname: str) -> None:
+    """Of one that ends without force: at the worker's end, after so many tasks, or as one too many."""
+    signals.worker_process_shutdown.send(sender=hostname, pid=os.getpid(), exitcode=0)
+
+
 @dataclass(frozen=True)
 class _ChildsWorker:
     """What Celery's fixups ask of the worker whose child this is."""
@@ -514,6 +519,7 @@ class Served:
         self.targets = self.runner.targets()
         self.queues = (*_declared(app, queues), *sorted({t.policy.queue for t in queue.targets.values() if not queues}))
         self.set_up_child = functools.partial(set_up_child, spec, hostname, setup)
+        self.tear_down_child = functools.partial(tear_down_child, hostname)
         self.concurrency: int = app.conf.worker_concurrency or os.cpu_count() or 1
         self.max_jobs: int | None = app.conf.worker_max_tasks_per_child
         self.max_memory: int | None = app.conf.worker_max_memory_per_child

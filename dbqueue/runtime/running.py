@@ -107,7 +107,11 @@ def _decide_foreign(running: Running, target: ForeignTarget, outcome: Outcome, d
     if broken:
         times = row.lapses + 1  # what was put back as no failure costs attempts too, and is no crash
         wait = (target.policy.retry or default).delay_us(times)
-        return Kind.CRASHED if times >= target.crashes else failed(row, target, default, Kind.CRASHED, outcome.summary, wait)
+        return (
+            Kind.CRASHED
+            if times >= target.crashes
+            else failed(row, target, default, Kind.CRASHED, outcome.summary, wait)
+        )
     delay = IN_PLACE if outcome.delay is None and outcome.state is State.PENDING else outcome.delay or 0
     return Settlement(row.id, row.token, outcome.state, row.queue, outcome.kind, outcome.summary, delay)
 
