@@ -472,9 +472,15 @@ class Worker:
                 self.claims.end(running, released(running.row))
 
     def _start(self, row: ClaimedRow, sent: float) -> None:
-        target = self.targets.get(row.target)
+        target, kind = self.targets.get(row.target), None
+        if isinstance(target, ForeignTarget) and target.opens:
+            try:
+                row, target = target.opened(row)
+            except Exception as error:  # others wrote it
+                log.error("job %s %s cannot be read: %s", ids.as_uuid(row.id), row.target, type(error).__name__)
+                kind = Kind.CORRUPT_PAYLOAD
         running = self.claims.add(row, target, sent)
-        kind = obstacle(row, target, self._longest)
+        kind = kind or obstacle(row, target, self._longest)
         wait, ending = 0, None
         if isinstance(target, ForeignTarget):
             now = row.lease_until - self.lease
