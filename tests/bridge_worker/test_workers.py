@@ -71,6 +71,8 @@ def test_what_cannot_run_is_blocked_and_runs_after_a_deploy(make_project: Make) 
 
 def test_messages_of_task_protocol_1(make_project: Make) -> None:
     project = make_project(task_protocol=1, accept_content=["json", "pickle"])
+    # More than are read with each claim, and before there is a worker that keeps them in memory.
+    project.app.control.revoke(["revoked", *[f"other {n}" for n in range(150)]])
     project.worker()
     sent = project.send("see", 1, time_limit=9, soft_time_limit=8, priority=4)
     seen = sent.get(timeout=30)
@@ -92,8 +94,6 @@ def test_messages_of_task_protocol_1(make_project: Make) -> None:
     assert chord([project.s("add", n, n) for n in range(4)], project.s("total")).delay().get(timeout=30) == 12
     with pytest.raises(TimeLimitExceeded):
         project.value("hard", "h")
-    # More revoked tasks than are read with each claim.
-    project.app.control.revoke(["revoked", *[f"other {n}" for n in range(150)]])
     for options in ({"expires": datetime.now(timezone.utc) - timedelta(seconds=1)}, {"task_id": "revoked"}):
         with pytest.raises(TaskRevokedError):
             project.value("tell", "never", **options)
