@@ -48,10 +48,8 @@ KILLS = frozenset({signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGQUIT
 """Signals that end a process: with any of them a child is killed. Others would mean something to the task."""
 REFUSED = {
     "rate_limit": "this worker keeps no rate limits",
-    "pool_grow": "the number of slots is fixed: start it with another -c",
-    "pool_shrink": "the number of slots is fixed: start it with another -c",
     "pool_restart": "children cannot be restarted: restart the worker",
-    "autoscale": "this worker does not scale itself",
+    "autoscale": "this worker does not scale itself: pool_grow and pool_shrink do",
     "election": "this worker takes part in no election",
 }
 CREDENTIALS = re.compile(r"(://[^\s:/@'\"]*:)[^\s@'\"]+@")
@@ -276,6 +274,15 @@ class Consumer:
         self._queues.pop(name, None)
         self._control.worker.cease(name)
 
+    def grow(self, n: int) -> None:
+        self._control.worker.resize(_positive(n))
+
+    def shrink(self, n: int) -> None:
+        self._control.worker.resize(-_positive(n))
+
+    def _update_prefetch_count(self, change: int) -> None:
+        """Nothing is claimed before a slot is idle."""
+
     def stats(self) -> dict[str, Any]:
         control = self._control
         options = control.worker.options
@@ -308,6 +315,12 @@ class Consumer:
         told.pop("password", None)
         shown: dict[str, Any] = _scrubbed(told)
         return shown
+
+
+def _positive(n: Any) -> int:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise NotSupported("say how many slots, from 1")
+    return n
 
 
 def _usage() -> dict[str, float]:

@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -39,6 +39,7 @@ from celery.worker.request import Request
 
 from celery_bridge.control import Control
 from celery_bridge.events import Events, Report
+from celery_bridge.protocol1 import as_protocol_2
 from dbqueue import clock, events
 from dbqueue.celery_backend import Backend
 from dbqueue.celery_backend.recording import Record
@@ -125,6 +126,28 @@ class AppTask(ForeignTarget):
         return self._runner.run(self._task, work, verdict)
 
 
+class Envelope(ForeignTarget):
+    """Messages that name no task: of task protocol 1, or none of Celery's."""
+
+    address = ("celery_bridge.runner", "find")
+    opens = True
+
+    def __init__(self, runner: Runner) -> None:
+        policy = Policy(messages.UNLIMITED, 0, runner.queue, 0, OnCrash.RETRY, None)
+        super().__init__(messages.TARGET, _not_called, None, policy, _Nowhere())  # type: ignore[arg-type]  # no payload of ours
+        self._runner = runner
+
+    def opened(self, row: ClaimedRow) -> tuple[ClaimedRow, ForeignTarget | None]:
+        told = as_protocol_2(row, self._runner.app.conf.accept_content)
+        return (row, None) if told is None else (told, self._runner.tasks.get(told.target))
+
+    def names(self, row: ClaimedRow) -> Sequence[str]:
+        with suppress(Exception):  # it is told when it begins
+            row, target = self.opened(row)
+            return target.names(row) if target is not None else ()
+        return ()
+
+
 def _not_called(payload: None) -> None: ...
 
 
@@ -154,6 +177,7 @@ class Runner:
         database.ready()
         backend = app.backend
         self.seen: Seen | None = None
+        self.tasks: dict[str, AppTask] = {}
         self._backend = backend if isinstance(backend, Backend) else None
         if self._backend is not None:
             results = self._backend.place.database
@@ -163,7 +187,8 @@ class Runner:
 
     def targets(self) -> dict[str, ForeignTarget]:
         found = [AppTask(self, name, notice=notice) for name in self.app.tasks for notice in (False, True)]
-        return {target.name: target for target in found}
+        self.tasks = {target.name: target for target in found}
+        return {**self.tasks, messages.TARGET: Envelope(self)}
 
     def due_at(self, row: ClaimedRow) -> int | None:
         """As an instant; None: at once. An ETA without a zone is in the app's."""
@@ -457,6 +482,11 @@ def set_up_child(spec: str, hostname: str, setup: Callable[[], None]) -> None:
     signals.worker_process_init.send(sender=hostname)
 
 
+def tear_down_child(hostname: str) -> None:
+    """Of one that ends without force: at the worker's end, after so many tasks, or as one too many."""
+    signals.worker_process_shutdown.send(sender=hostname, pid=os.getpid(), exitcode=0)
+
+
 @dataclass(frozen=True)
 class _ChildsWorker:
     """What Celery's fixups ask of the worker whose child this is."""
@@ -514,6 +544,7 @@ class Served:
         self.targets = self.runner.targets()
         self.queues = (*_declared(app, queues), *sorted({t.policy.queue for t in queue.targets.values() if not queues}))
         self.set_up_child = functools.partial(set_up_child, spec, hostname, setup)
+        self.tear_down_child = functools.partial(tear_down_child, hostname)
         self.concurrency: int = app.conf.worker_concurrency or os.cpu_count() or 1
         self.max_jobs: int | None = app.conf.worker_max_tasks_per_child
         self.max_memory: int | None = app.conf.worker_max_memory_per_child

@@ -158,12 +158,13 @@ def worker(
         set_up_logging(loglevel, log_format)
         own: tuple[str, ...] = ()
         of_children = max_jobs_per_child or max_memory_per_child
-        setup = partial(set_up_logging, loglevel, log_format)
+        setup, teardown = partial(set_up_logging, loglevel, log_format), None
         celery = None if app is None else _of_celery(app, queue, hostname, queues, setup)
         if task_events and celery is None:
             raise click.UsageError("-E sends Celery's events: -A must name a Celery app")
         if celery is not None:
-            queues, setup, own = celery.queues, celery.set_up_child, celery.imports
+            queues, own = celery.queues, celery.imports
+            setup, teardown = celery.set_up_child, celery.tear_down_child
             concurrency, hostname = concurrency or celery.concurrency, celery.hostname
             max_jobs_per_child = max_jobs_per_child or celery.max_jobs
             max_memory_per_child = max_memory_per_child or celery.max_memory
@@ -175,7 +176,7 @@ def worker(
         child = (
             None
             if pool == "threads"
-            else ChildOptions(tuple(dict.fromkeys(imports)), setup, max_jobs_per_child, max_memory_per_child)
+            else ChildOptions(tuple(dict.fromkeys(imports)), setup, max_jobs_per_child, max_memory_per_child, teardown)
         )
         options = WorkerOptions(
             queues=queues, slots=concurrency, lease=lease, name=hostname, once=once, max_jobs=max_jobs, shutdown=shutdown,

@@ -245,6 +245,7 @@ owned AS MATERIALIZED (
   WHERE l.state = 1 AND l.token = a.token AND l.lease_until > c.now),
 gone AS (DELETE FROM {{jobs}} j WHERE j.id = ANY(ARRAY(SELECT id FROM owned WHERE state > 3)) RETURNING {_GONE}),
 again AS (UPDATE {{jobs}} j SET state = o.state, lease_until = NULL, attempt = j.attempt - o.refund,
+    lapses = j.lapses + CASE WHEN o.error_kind = 'crashed' THEN 1 ELSE 0 END,
     payload = COALESCE(o.payload, j.payload), max_attempts = j.max_attempts + CASE WHEN o.payload IS NULL THEN 0 ELSE 1 END,
     error_kind = COALESCE(o.error_kind, j.error_kind),
     error_summary = CASE WHEN o.error_kind IS NULL THEN j.error_summary ELSE o.error_summary END,

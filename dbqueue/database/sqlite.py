@@ -174,7 +174,7 @@ REMOVE = "DELETE FROM {jobs} WHERE id = :id AND token = :token AND state = 1 AND
 
 # The token stays until the next claim, and with a finished job for ever: the same settlement asked again is "already", not lost.
 PUT_BACK = """
-UPDATE {jobs} SET state = :state, lease_until = NULL, attempt = attempt - :refund,
+UPDATE {jobs} SET state = :state, lease_until = NULL, attempt = attempt - :refund, lapses = lapses + (:kind IS 'crashed'),
   payload = COALESCE(:payload, payload), max_attempts = max_attempts + (:payload IS NOT NULL),
   error_kind = COALESCE(:kind, error_kind), error_summary = CASE WHEN :kind IS NULL THEN error_summary ELSE :summary END,
   run_at = CASE WHEN :state = 0 AND :delay >= 0 AND (:refund = 0 OR :delay > 0) THEN :now + :delay ELSE run_at END,

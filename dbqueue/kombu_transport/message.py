@@ -10,8 +10,9 @@ from typing import Any
 
 from kombu.exceptions import SerializationError
 from kombu.message import Message
+from kombu.serialization import dumps as encode
 from kombu.serialization import loads as decode
-from kombu.serialization import prepare_accept_content
+from kombu.serialization import prepare_accept_content, registry
 from kombu.utils.json import dumps, loads
 
 from dbqueue import clock, ids
@@ -89,6 +90,14 @@ def incoming(head: bytes, body: bytes, *, redelivered: bool, accept: Any) -> Mes
         body=told["body"], content_type=told["content-type"], content_encoding=told["content-encoding"], delivery_info=info,
         properties=properties, headers=told["headers"], accept=prepare_accept_content(accept),
     )  # fmt: skip
+
+
+def rewritten(head: bytes, message: Message, headers: dict[str, Any], body: Any) -> tuple[bytes, bytes]:
+    """Head and body of the same message with other headers and another body, by the same serializer. Raises what that raises."""
+    told = loads(head.decode())
+    kind, encoding, data = encode(body, serializer=registry.type_to_name[message.content_type])
+    other = {"content-type": kind, "content-encoding": encoding, "headers": headers, "properties": told["properties"]}
+    return head_of(other, told["exchange"], told["routing_key"]), body_of({"body": data})
 
 
 def eta_of(head: bytes) -> tuple[int | None, Any]:

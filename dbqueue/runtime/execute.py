@@ -63,7 +63,14 @@ class ForeignTarget(Target[Any]):
     address: tuple[str, str]
     """Module and name of a function there that gives a child process the target of a name."""
     crashes = 3
-    """Attempts that may end with the death of their process; after the last one the target is asked to tell so."""
+    """Runs that may end with the death of their process or its worker; after the last one the target is asked to tell so."""
+
+    opens = False
+    """Its rows are those of other targets, which only their payload tells: ``opened`` gives them."""
+
+    def opened(self, row: ClaimedRow) -> tuple[ClaimedRow, Target[Any] | None]:
+        """The row as its own target takes it; None: there is no such target. Raises for one that cannot be read."""
+        return row, self
 
     def ending(self, row: ClaimedRow, now: int) -> Settlement | None:
         """How this row ends that is not to be run, and of which there is nothing to tell. ``now``: of the claim."""

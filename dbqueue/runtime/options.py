@@ -10,6 +10,7 @@ from dbqueue.errors import ConfigError
 from dbqueue.runtime.deliver import Delivery
 from dbqueue.runtime.processes import ChildOptions
 
+MOST_SLOTS = 1_000
 POOLS = ("threads", "processes", "prefork")
 """The last two are one: prefork is Celery's name for it."""
 
@@ -40,8 +41,8 @@ class WorkerOptions:
 
     def check(self) -> None:
         """Raises ConfigError, InvalidName."""
-        if self.slots is not None and not (_whole(self.slots) and 1 <= self.slots <= 1_000):
-            raise ConfigError(f"a worker has 1 to 1000 slots (-c); got {settings.describe(self.slots)}")
+        if self.slots is not None and not (_whole(self.slots) and 1 <= self.slots <= MOST_SLOTS):
+            raise ConfigError(f"a worker has 1 to {MOST_SLOTS} slots (-c); got {settings.describe(self.slots)}")
         if self.max_jobs is not None and not (_whole(self.max_jobs) and self.max_jobs >= 1):
             raise ConfigError(
                 f"a worker ends after 1 or more jobs (--max-jobs); got {settings.describe(self.max_jobs)}"

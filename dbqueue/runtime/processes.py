@@ -57,13 +57,15 @@ STOP_PATIENCE = 2.0
 
 @dataclass(frozen=True)
 class ChildOptions:
-    """``imports``: modules that a child imports first, the application's own. ``setup`` is called in each child before that (logging);
-    it must be importable. ``max_jobs`` and ``max_memory`` (KiB of resident memory): a child is replaced after its job."""
+    """``imports``: modules that a child imports first, the application's own. ``setup`` is called in each child before that (logging), and
+    ``teardown`` in each that ends without force; they must be importable. ``max_jobs`` and ``max_memory`` (KiB of resident memory): a
+    child is replaced after its job."""
 
     imports: tuple[str, ...] = ()
     setup: Callable[[], None] | None = None
     max_jobs: int | None = None
     max_memory: int | None = None
+    teardown: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
@@ -171,7 +173,7 @@ class ProcessSlots:
             self._context.set_forkserver_preload(["dbqueue.runtime.preload"])
         self._children: list[Child] = []
         self._done: deque[Outcome] = deque()
-        self._orders: deque[tuple[Child, Order | Cancel]] = deque()
+        self._orders: deque[tuple[Child, Order | Cancel | None]] = deque()
         self._lock = threading.Lock()
         """Guards the list of children, and which of them has which work."""
         self._failures = 0
@@ -218,6 +220,21 @@ class ProcessSlots:
         work.context.on_cancel = lambda: self._tell(chosen, cancel)
         self._ring_bell()
         return True
+
+    def resize(self, size: int) -> None:
+        """More children, or fewer: idle ones leave now; if these are not enough, those whose jobs end next."""
+        with self._lock:
+            self.size = size
+            for child in self._children:
+                if child.work is None and not child.leaving and self._too_many:
+                    child.leaving = True
+                    self._orders.append((child, None))
+        self._ring_bell()
+
+    @property
+    def _too_many(self) -> bool:
+        """With the lock held."""
+        return len(self._children) > self.size and sum(not child.leaving for child in self._children) > self.size
 
     def collect(self) -> list[Outcome]:
         outcomes = []
@@ -309,7 +326,7 @@ class ProcessSlots:
             child, message = self._orders.popleft()
             if child not in self._children:
                 continue
-            if isinstance(message, Order):
+            if message is None or isinstance(message, Order):
                 self._send(child, message)
             elif child.work is not None and child.work.context.id == message.job_id:
                 child.after += self._send(child, message)
@@ -364,7 +381,8 @@ class ProcessSlots:
         with self._lock:
             work, child.work = child.work, None
             child.jobs += 1
-            if (most is not None and child.jobs >= most) or (memory is not None and answer.memory > memory):
+            worn = (most is not None and child.jobs >= most) or (memory is not None and answer.memory > memory)
+            if worn or self._too_many:
                 child.leaving = True
         if work is not None and not work.abandoned:
             work.context.noticed = answer.noticed
@@ -525,6 +543,7 @@ def serve_child(orders: Connection, answers: Connection, options: ChildOptions) 
     while True:
         arrived.acquire()
         if not inbox:  # told to leave
+            _tear_down(options)
             _flush_streams()
             logging.shutdown()
             os._exit(0)
@@ -533,6 +552,14 @@ def serve_child(orders: Connection, answers: Connection, options: ChildOptions) 
             os._exit(1)
         _flush_streams()
         say(answer)
+
+
+def _tear_down(options: ChildOptions) -> None:
+    try:
+        if options.teardown is not None:
+            options.teardown()
+    except BaseException:  # the application's; it ends all the same
+        log.exception("a child process did not end well")
 
 
 def _be_deaf_to_signals() -> None:

@@ -105,8 +105,13 @@ def _decide_foreign(running: Running, target: ForeignTarget, outcome: Outcome, d
     if broken and verdict is not None:  # it cannot be told either: then the row is all that says so
         return Settlement(row.id, row.token, State.DEAD, row.queue, verdict, outcome.summary)
     if broken:
-        last = row.attempt >= target.crashes
-        return Kind.CRASHED if last else failed(row, target, default, Kind.CRASHED, outcome.summary)
+        times = row.lapses + 1  # what was put back as no failure costs attempts too, and is no crash
+        wait = (target.policy.retry or default).delay_us(times)
+        return (
+            Kind.CRASHED
+            if times >= target.crashes
+            else failed(row, target, default, Kind.CRASHED, outcome.summary, wait)
+        )
     delay = IN_PLACE if outcome.delay is None and outcome.state is State.PENDING else outcome.delay or 0
     return Settlement(row.id, row.token, outcome.state, row.queue, outcome.kind, outcome.summary, delay)
 

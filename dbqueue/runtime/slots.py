@@ -46,6 +46,9 @@ class Slots(Protocol):
         """Where jobs run outside of this process: process ids, and what each works on. From any thread."""
 
     def start(self, work: Work) -> bool: ...
+    def resize(self, size: int) -> None:
+        """So many from now on. What runs in a slot that is one too many may end."""
+
     def collect(self) -> list[Outcome]: ...
     def abandon(self, work: Work) -> None: ...
     def close(self, patience: float) -> bool: ...
@@ -73,7 +76,7 @@ class ThreadSlots:
 
     @property
     def idle(self) -> int:
-        return self.size - self.busy
+        return max(0, self.size - self.busy)
 
     def processes(self) -> dict[int, Work | None]:
         return {}
@@ -107,6 +110,9 @@ class ThreadSlots:
             self._inbox.append(work)
             self._send_scout()
         return True
+
+    def resize(self, size: int) -> None:
+        self.size = size
 
     def _send_scout(self) -> None:
         """With the lock held. There are as many threads as jobs in slots: if none sleeps, one is about to take the next job."""

@@ -41,7 +41,7 @@ from dbqueue.runtime.connection import SWEEP_PAUSE, Connection
 from dbqueue.runtime.execute import ForeignTarget, Work
 from dbqueue.runtime.health import Health
 from dbqueue.runtime.log import log_events
-from dbqueue.runtime.options import WorkerOptions
+from dbqueue.runtime.options import MOST_SLOTS, WorkerOptions
 from dbqueue.runtime.processes import ChildOptions, ProcessSlots, check_address
 from dbqueue.runtime.running import NEVER, Running, blocked, obstacle, outdated, released
 from dbqueue.runtime.shutdown import stop_on_signals
@@ -219,6 +219,12 @@ class Worker:
             raise NotSupported("a job in a thread cannot be killed; -P processes can do it")
         self._ask(lambda: self.claims.terminate(work, number))
 
+    def resize(self, change: int) -> None:
+        """So many slots more, or fewer; jobs that run may end. Raises NotSupported for what is less than one or more than MOST_SLOTS."""
+        if not 1 <= self.slots.size + change <= MOST_SLOTS:
+            raise NotSupported(f"a worker has 1 to {MOST_SLOTS} slots, and this one has {self.slots.size}")
+        self._ask(lambda: self._resize(change))
+
     def listens_to(self, database: Database) -> bool:
         """Whether it has a connection that does nothing but listen, to this database: it can hear for others too."""
         mine = self.database
@@ -239,6 +245,12 @@ class Worker:
     def _ask(self, what: Callable[[], None]) -> None:
         self._asked.append(what)
         self.wake.ring()
+
+    def _resize(self, change: int) -> None:
+        size = max(1, min(self.slots.size + change, MOST_SLOTS))  # more than one may have asked before it came to this
+        self.database.grow_pool(size + 1)
+        self.slots.resize(size)
+        log.info("worker %s: %d slots from now on", self.name, size)
 
     def _work_on(self, queues: tuple[str, ...]) -> None:
         self.queues = tuple(dict.fromkeys(queues))
@@ -460,9 +472,15 @@ class Worker:
                 self.claims.end(running, released(running.row))
 
     def _start(self, row: ClaimedRow, sent: float) -> None:
-        target = self.targets.get(row.target)
+        target, kind = self.targets.get(row.target), None
+        if isinstance(target, ForeignTarget) and target.opens:
+            try:
+                row, target = target.opened(row)
+            except Exception as error:  # others wrote it
+                log.error("job %s %s cannot be read: %s", ids.as_uuid(row.id), row.target, type(error).__name__)
+                kind = Kind.CORRUPT_PAYLOAD
         running = self.claims.add(row, target, sent)
-        kind = obstacle(row, target, self._longest)
+        kind = kind or obstacle(row, target, self._longest)
         wait, ending = 0, None
         if isinstance(target, ForeignTarget):
             now = row.lease_until - self.lease

@@ -186,6 +186,19 @@ def dies(name: str, times: int) -> str:
     return "lived"
 
 
+@app.task(bind=True)
+def puts_back_and_dies(self: Any, name: str, backs: int, deaths: int) -> str:
+    """Its first runs put it back, and in the next ones its process is killed."""
+    with open(settings.NOTES) as file:
+        before = file.read().split("\n").count(f"runs {name}")
+    note(f"runs {name}")
+    if before < backs:
+        raise Reject("not yet", requeue=True)
+    if before < backs + deaths:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "lived"
+
+
 @app.task
 def exits() -> None:
     raise SystemExit(3)
@@ -310,14 +323,15 @@ def hear(signal_name: str) -> None:
     def heard(sender: Any = None, **more: Any) -> None:
         about = getattr(sender, "name", "") if signal_name.startswith("task") else ""
         task_id = more.get("task_id") or getattr(more.get("request"), "id", "")
-        note(" ".join(word for word in ("signal", signal_name, about, task_id) if word))
+        ended = f"{more['pid']} {more['exitcode']}" if "exitcode" in more and "pid" in more else ""
+        note(" ".join(word for word in ("signal", signal_name, about, task_id, ended) if word))
 
     getattr(signals, signal_name).connect(heard, weak=False)
 
 
 for name in ("prerun", "postrun", "success", "failure", "retry", "revoked"):
     hear(f"task_{name}")
-for name in ("worker_init", "worker_process_init", "worker_ready", "worker_shutdown"):
+for name in ("worker_init", "worker_process_init", "worker_ready", "worker_process_shutdown", "worker_shutdown"):
     hear(name)
 
 

@@ -66,6 +66,12 @@ class Project:
     def send(self, task: str, *args: Any, **options: Any) -> AsyncResult:
         return self.s(task, *args).apply_async(**options)
 
+    def raw(self, body: bytes, **options: Any) -> None:
+        """A message as it is, as any program may put one in."""
+        with self.app.connection_for_write() as connection:
+            options = {"content_type": "application/json", "content_encoding": "utf-8"} | options
+            connection.Producer(connection.default_channel).publish(body, routing_key="proj", **options)
+
     def value(self, task: str, *args: Any, **options: Any) -> Any:
         return self.send(task, *args, **options).get(timeout=30)
 

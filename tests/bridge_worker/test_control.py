@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -13,6 +15,7 @@ from celery.canvas import chord
 from celery.exceptions import ChordError, SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 
 from dbqueue import DBQueue
+from tests.bridge_worker.projects import NAME, Project
 from tests.bridge_worker.steered import NODE, Node, monitored, start
 from tests.servers import Server
 from tests.transport.conftest import broker_url, make_shop, queue
@@ -71,7 +74,8 @@ def test_it_answers_as_a_celery_worker_does(make_shop: MakeShop, queue: DBQueue,
         assert all(password not in str(node(command)) for command in ("stats", "report", "conf"))
 
     for command, arguments in [
-        ("rate_limit", {"task_name": "shop.add", "rate_limit": "1/m"}), ("pool_grow", {"n": 1}), ("pool_shrink", {"n": 1}),
+        ("rate_limit", {"task_name": "shop.add", "rate_limit": "1/m"}), ("pool_grow", {"n": 1_000}), ("pool_shrink", {"n": 1}),
+        ("pool_grow", {"n": 0}), ("pool_shrink", {"n": -1}), ("pool_grow", {"n": "1"}),
         ("autoscale", {"max": 3, "min": 1}), ("pool_restart", {}), ("election", {"id": "a", "topic": "b"}), ("nonsense", {}),
     ]:  # fmt: skip
         assert list(node(command, **arguments)) == ["error"], command
@@ -138,6 +142,60 @@ def test_it_is_steered_as_a_celery_worker_is(make_shop: MakeShop, queue: DBQueue
     assert control.ping(timeout=0.5) == []
 
 
+def test_its_slots_become_more_and_fewer(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    """What runs may end; idle children leave at once."""
+    project = make_project()
+    project.worker(size=1)
+
+    def ask(command: str, **arguments: Any) -> Any:
+        (answer,) = project.app.control.broadcast(command, arguments=arguments, reply=True, timeout=20, limit=1)
+        return answer[NAME]
+
+    def children() -> set[int]:
+        return set(ask("stats")["pool"]["processes"])
+
+    def hold(*names: str) -> None:
+        for name in names:
+            project.send("held", name, str(tmp_path / name))
+
+    def begun() -> set[str]:
+        return {note.split()[1] for note in project.notes if note.startswith("start ")}
+
+    def end(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).touch()
+            project.wait_for_note(f"end {name}")
+
+    hold("a", "b", "c")
+    wait_for(lambda: begun() == {"a"}, 30)
+    assert ask("pool_grow", n=2) == {"ok": "pool will grow"}
+    wait_for(lambda: begun() == {"a", "b", "c"}, 30, "the new slots take nothing")
+    assert ask("stats")["pool"]["max-concurrency"] == 3
+    assert ask("pool_shrink", n=2) == {"ok": "pool will shrink"}
+    hold("d")
+    end("a", "b")
+    wait_for(lambda: len(children()) == 1, 30, "children that are too many do not leave")
+    assert begun() == {"a", "b", "c"}
+    # None of those that work is told to leave before its job has ended: they may be wanted again.
+    ask("pool_grow", n=1)
+    wait_for(lambda: "d" in begun(), 30)
+    two = children()
+    ask("pool_shrink", n=1)
+    ask("pool_grow", n=1)
+    end("c", "d")
+    project.idle()
+    assert children() == two
+    ask("pool_shrink", n=1)
+    wait_for(lambda: len(children()) == 1, 30)
+    assert children() < two
+    assert project.value("add", 1, 1) == 2
+    (last,) = children()
+    project.stop(project.workers[0])
+    ended = [note for note in project.notes if note.startswith("signal worker_process_shutdown")]
+    assert len(ended) == len(set(ended)) == 4
+    assert ended[-1] == f"signal worker_process_shutdown {last} 0"
+
+
 @pytest.mark.soak
 @pytest.mark.req("C1", "C11")
 def test_flower_and_a_celery_worker_beside_it(make_shop: MakeShop, queue: DBQueue, broker_url: str) -> None:
@@ -173,6 +231,10 @@ def test_flower_and_a_celery_worker_beside_it(make_shop: MakeShop, queue: DBQueu
     assert [found["name"] for found in queues[NODE]] == ["ours"]
     (refused,) = answers(shop, "control rate_limit shop.add 77/m")
     assert list(refused[0][NODE]) == ["error"]
+    flower.ask(f"/api/worker/pool/grow/{NODE}", {"n": "1"})
+    flower.ask(f"/api/worker/pool/shrink/{NODE}", {"n": "1"})
+    flower.ask(f"/api/worker/pool/grow/{NODE}", {"n": "1"})
+    assert Node(shop)("stats")["pool"]["max-concurrency"] == 2
     flower.ask(f"/api/worker/queue/add-consumer/{NODE}", {"queue": "third"})
     assert {found["name"] for found in Node(shop)("active_queues")} == {"ours", "third"}
     flower.ask(f"/api/worker/shutdown/{NODE}", {})
@@ -234,6 +296,17 @@ def test_tasks_in_threads_are_seen_and_cannot_be_killed(make_shop: MakeShop, que
     assert shop.app.add.delay(1, 1).get(timeout=30) == 2
     running.get(timeout=30)
     assert node("active") == []
+    assert node("pool_grow", n=1) == {"ok": "pool will grow"}
+    names = ["t1", "t2", "t3"]
+    slow = [shop.app.slow.delay(name, 3) for name in names]
+    for name in names:
+        shop.wait_for_note(f"start {name}")
+    assert not any(f"end {name}" in shop.notes for name in names)
+    assert node("pool_shrink", n=2) == {"ok": "pool will shrink"}
+    for result in slow:
+        result.get(timeout=30)
+    assert shop.app.add.delay(2, 2).get(timeout=30) == 4
+    assert node("stats")["pool"]["max-concurrency"] == 1
 
 
 @pytest.mark.soak

@@ -17,6 +17,7 @@ from celery import chain, chord
 
 from tests.bridge_worker.projects import Project
 from tests.proxy import Proxy
+from tests.runtimes.kids import alive, descendants
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.req("C6")
@@ -75,7 +76,31 @@ def test_a_killed_worker_and_a_killed_child(make_project: Make, tmp_path: Path) 
     project.idle()
     assert project.notes.count("told h next") == 1
     (row,) = project.rows(sent.parent.id)
-    assert (row.state, row.attempt, row.lapses) == ("succeeded", 3, 1)
+    assert (row.state, row.attempt, row.lapses) == ("succeeded", 3, 2)
+
+
+@pytest.mark.soak
+def test_children_do_not_outlive_a_worker_that_is_killed_alone(make_project: Make, tmp_path: Path) -> None:
+    """Nobody would renew the lease of what they run: they end with the task, and with what else it started."""
+    project = make_project()
+    until = tmp_path / "until"
+    worker = project.worker("--lease", "1", "-n", "first@proj")
+    sent = chain(project.s("held", "h", str(until)), project.s("tell", "next")).delay()
+    wait_for(lambda: any(note.startswith("start h") for note in project.notes), 30)
+    family = descendants(worker.pid)
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.wait(20)
+    wait_for(lambda: not alive(family), 3, "children outlive their parent")
+    assert "end h" not in project.notes
+    until.touch()
+    project.worker("--lease", "1")
+    assert sent.get(timeout=30) is None
+    project.idle()
+    counts = Counter(project.notes)
+    assert (counts["end h"], counts["told h next"]) == (1, 1)
+    (row,) = project.rows(sent.parent.id)
+    assert (row.state, row.attempt, row.lapses) == ("succeeded", 2, 1)
+    assert len(project.rows(sent.id)) == 1
 
 
 def test_killed_at_every_word_of_what_ends_a_retry(make_project: Make) -> None:
@@ -134,7 +159,7 @@ def storm(make_project: Make) -> Iterator[Project]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim", ["worker", "child"])
+@pytest.mark.parametrize("victim", ["worker", "parent", "child"])
 def test_a_storm_of_kills(storm: Project, victim: str) -> None:
     """A chain of 10, a chord of 50 and retrying tasks, while somebody is killed again and again."""
     project, chance = storm, random.Random(victim)
@@ -150,8 +175,12 @@ def test_a_storm_of_kills(storm: Project, victim: str) -> None:
     kills = 0
     while time.monotonic() < ends and not all(result.ready() for result in results):
         n = chance.randrange(2)
-        if victim == "worker":
-            kill(workers[n])
+        if victim != "child":
+            if victim == "worker":
+                kill(workers[n])
+            else:  # alone: its children end by themselves
+                workers[n].kill()
+                workers[n].wait(20)
             workers[n] = project.worker("--lease", "1", "-n", f"w{n}-{kills}@proj")
         elif found := children(workers[n].pid):
             with_group(chance.choice(found))

@@ -262,7 +262,7 @@ def test_a_crash_costs_an_attempt_and_three_are_the_end(project: Project) -> Non
     failed = ends.apply_async(link_error=project.s("told_of_error", name))
     assert lives.get(timeout=30) == "lived"
     (row,) = project.ended(lives.id)
-    assert (row.state, row.attempt) == ("succeeded", 3)
+    assert (row.state, row.attempt, row.lapses) == ("succeeded", 3, 2)
     with pytest.raises(WorkerLostError):
         failed.get(timeout=30)
     (row,) = project.ended(failed.id)
@@ -271,6 +271,17 @@ def test_a_crash_costs_an_attempt_and_three_are_the_end(project: Project) -> Non
     sent = project.send("exits")
     with pytest.raises(WorkerLostError):
         sent.get(timeout=30)
+
+
+def test_what_puts_itself_back_has_not_crashed(project: Project) -> None:
+    lives, ends = project.send("puts_back_and_dies", fresh(), 2, 2), project.send("puts_back_and_dies", fresh(), 2, 9)
+    assert lives.get(timeout=30) == "lived"
+    (row,) = project.ended(lives.id)
+    assert (row.state, row.attempt, row.lapses) == ("succeeded", 5, 2)
+    with pytest.raises(WorkerLostError):
+        ends.get(timeout=30)
+    (row,) = project.ended(ends.id)
+    assert (row.state, row.error_kind, row.attempt) == ("dead", "crashed", 5)
 
 
 def test_a_limit_that_is_no_number_harms_nobody(project: Project) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 from celery import chain, chord
-from celery.exceptions import TimeLimitExceeded
+from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 
 from tests.bridge_worker.projects import Project
 from tests.redis_server import redis_url as redis_url
@@ -40,6 +42,46 @@ def test_what_cannot_run_is_blocked_and_runs_after_a_deploy(make_project: Make) 
     project.worker(size=1)
     project.queue.retry(row.id)
     assert unknown.get(timeout=30) == 6
+
+
+def test_messages_of_task_protocol_1(make_project: Make) -> None:
+    project = make_project(task_protocol=1, accept_content=["json", "pickle"])
+    # More than are read with each claim, and before there is a worker that keeps them in memory.
+    project.app.control.revoke(["revoked", *[f"other {n}" for n in range(150)]])
+    project.worker()
+    sent = project.send("see", 1, time_limit=9, soft_time_limit=8, priority=4)
+    seen = sent.get(timeout=30)
+    assert (seen["id"], seen["args"], seen["timelimit"], seen["retries"]) == (sent.id, [1], [9, 8], 0)
+    assert seen["delivery_info"] == {"exchange": "", "routing_key": "proj", "priority": 4, "redelivered": False}
+    assert seen["correlation_id"] == sent.id
+    assert project.value("again", "r", 2, {"countdown": 0.1}) == "r after 2 in proj"
+    assert project.value("auto", 2) == 2
+    due = time.time() + 0.4
+    assert due <= project.value("at", "eta", countdown=0.4) < due + 2
+    assert project.value("add", 2, 3, serializer="pickle") == 5
+    assert project.value("add", "x", "y" * 1000, compression="zlib") == "x" + "y" * 1000
+    project.s("add", 1, 2).apply_async(link=project.s("tell", "linked"))
+    project.wait_for_note("told 3 linked")
+    with pytest.raises(ValueError, match="f"):
+        project.s("fail", "f").apply_async(link_error=project.s("told_of_error", "f")).get(timeout=30)
+    project.wait_for_note("error of f: ValueError")
+    assert chain(project.s("add", 1, 1), project.s("add", 1)).delay().get(timeout=30) == 3
+    assert chord([project.s("add", n, n) for n in range(4)], project.s("total")).delay().get(timeout=30) == 12
+    with pytest.raises(TimeLimitExceeded):
+        project.value("hard", "h")
+    for options in ({"expires": datetime.now(timezone.utc) - timedelta(seconds=1)}, {"task_id": "revoked"}):
+        with pytest.raises(TaskRevokedError):
+            project.value("tell", "never", **options)
+    project.send("later", task_id="unknown")
+    project.raw(b"no json")
+    project.raw(b'["no task"]')
+    project.idle()
+    assert "told never" not in project.notes
+    jobs = project.queue.jobs(limit=1_000)
+    assert sorted((job.state, job.error_kind) for job in jobs if job.state == "blocked") == [
+        ("blocked", "corrupt_payload"), ("blocked", "unknown_target"), ("blocked", "unknown_target"),
+    ]  # fmt: skip
+    assert {job.target for job in jobs} == {"dbqueue.message"}, "the rows stay as they were written"
 
 
 def test_threads(make_project: Make) -> None:

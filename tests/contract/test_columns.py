@@ -208,6 +208,22 @@ def test_retry_later_sets_run_at_and_keeps_the_attempt(db: Database, delay: int)
 
 
 @pytest.mark.req("D7", "D12")
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("state", [State.PENDING, State.UNKNOWN])
+def test_a_crash_is_counted_apart_as_a_lost_lease_is(
+    db: Database, session: OwnSession, state: State, in_turn: bool
+) -> None:
+    job, other = make(db, State.RUNNING, **FULL), make(db, State.RUNNING)
+    asked = [job.settlement(state, Kind.CRASHED, summary="Late"), other.settlement(State.PENDING, Kind.FAILED)]
+    if in_turn:
+        db.dialect.turn(session, Turn(asked))
+    else:
+        db.run(lambda s: db.dialect.settle(s, asked))
+    assert moved_back(db, job)[1]["lapses"] == job.row["lapses"] + 1
+    assert moved_back(db, other)[0]["lapses"] == 0, "its neighbour failed"
+
+
+@pytest.mark.req("D7", "D12")
 def test_release_gives_the_attempt_back_and_keeps_run_at(db: Database) -> None:
     job = make(db, State.RUNNING, **FULL)
     at = Between(db)

@@ -10,6 +10,7 @@ owned AS MATERIALIZED (
   WHERE l.state = 1 AND l.token = a.token AND l.lease_until > c.now),
 gone AS (DELETE FROM "public"."dbqueue_jobs" j WHERE j.id = ANY(ARRAY(SELECT id FROM owned WHERE state > 3)) RETURNING j.id, j.task_id, j.target, j.fingerprint, j.payload, j.key, j.queue, j.priority, j.run_at, j.attempt, j.lapses, j.max_attempts, j.timeout_ms, j.on_crash, j.token, j.worker, j.error_kind, j.error_summary, j.source, j.sequence, j.created_at, j.started_at, j.head, j.expires_at),
 again AS (UPDATE "public"."dbqueue_jobs" j SET state = o.state, lease_until = NULL, attempt = j.attempt - o.refund,
+    lapses = j.lapses + CASE WHEN o.error_kind = 'crashed' THEN 1 ELSE 0 END,
     payload = COALESCE(o.payload, j.payload), max_attempts = j.max_attempts + CASE WHEN o.payload IS NULL THEN 0 ELSE 1 END,
     error_kind = COALESCE(o.error_kind, j.error_kind),
     error_summary = CASE WHEN o.error_kind IS NULL THEN j.error_summary ELSE o.error_summary END,
