@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
-READY = ("ready.", " slots, lease ", "beat: Starting")
+READY = ("ready.", " slots, lease ", "beat: Starting", " owns the entries ")
 """One of them is in the log of a worker or beat that works."""
 
 
