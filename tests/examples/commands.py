@@ -24,7 +24,7 @@ class Commands:
         self.environment = {**given, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **environment}
         self._logs: dict[subprocess.Popen[bytes], Path] = {}
 
-    def start(self, command: str) -> subprocess.Popen[bytes]:
+    def start(self, command: str, **environment: str) -> subprocess.Popen[bytes]:
         """`celery`, `dbqueue` and `python` are those of the tests; everything else is looked for on the path."""
         program, *arguments = shlex.split(command)
         if program in ("celery", "dbqueue"):
@@ -35,7 +35,7 @@ class Commands:
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [program, *arguments],
-                cwd=self.folder, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                cwd=self.folder, env=self.environment | environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self._logs[process] = log
         return process
@@ -49,15 +49,17 @@ class Commands:
         assert process.wait(60) == code, f"{command}: {process.returncode}, not {code}\n{self.log(process)}"
         return self.log(process)
 
-    def serve(self, command: str) -> subprocess.Popen[bytes]:
+    def serve(self, command: str, **environment: str) -> subprocess.Popen[bytes]:
         """A worker or beat, once it works."""
-        process = self.start(command)
+        return self.wait_for_it(self.start(command, **environment))
+
+    def wait_for_it(self, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
 
         def ready() -> bool:
             assert process.poll() is None, self.log(process)
             return any(word in self.log(process) for word in READY)
 
-        wait_for(ready, 60, f"{command} is not ready")
+        wait_for(ready, 60, "the worker is not ready")
         return process
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
