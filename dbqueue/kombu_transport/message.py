@@ -35,11 +35,15 @@ AMQP_PROPERTIES = frozenset(
     }
 )  # fmt: skip
 
+OF_A_DELIVERY = frozenset({"body_encoding", "delivery_info", "delivery_tag"})
+"""Properties that say how one broker delivered a message. Whoever publishes it again (`celery migrate`) hands them over with the
+others, and here they are not true: the body is stored as it is, not in base64."""
+
 
 def head_of(message: dict[str, Any], exchange: str, routing_key: str, **more: Any) -> bytes:
     """Raises TypeError for headers that JSON cannot hold. Of properties that it cannot hold only AMQP's own are kept, as AMQP does:
     whatever a caller hands to ``publish`` becomes one."""
-    properties = {name: value for name, value in message["properties"].items() if name != "delivery_info"}
+    properties = {name: value for name, value in message["properties"].items() if name not in OF_A_DELIVERY}
     head = {
         "type": message.get("content-type"), "encoding": message.get("content-encoding"), "headers": message.get("headers") or {},
         "properties": properties, "exchange": exchange, "routing_key": routing_key, **more,

@@ -491,6 +491,22 @@ def test_properties_that_amqp_does_not_know_are_dropped_where_json_cannot_hold_t
     assert second.properties["mine"] == "text"
 
 
+def test_a_message_of_another_broker_is_published_again(connect: Connect) -> None:
+    """As `celery migrate` does it, with all properties that it came with: those of kombu's virtual transports are in base64."""
+    with kombu.Connection("memory://") as source:
+        channel = source.channel()
+        declared(channel)
+        publish(channel, b"body", correlation_id="c")
+        message = channel.basic_get("q")
+    assert message.properties["body_encoding"] == "base64"
+    channel = connect().channel()
+    declared(channel)
+    publish(channel, message.body, **message.properties)
+    again = channel.basic_get("q")
+    assert (bytes(again.body), again.properties["correlation_id"]) == (b"body", "c")
+    assert "body_encoding" not in again.properties
+
+
 def test_a_task_comes_before_the_question_that_was_sent_after_it(connect: Connect) -> None:
     """Celery's `inspect` right after a `delay` is to find the task in the worker."""
     connection, other = connect(), connect()
