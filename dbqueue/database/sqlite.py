@@ -339,10 +339,12 @@ class SqliteSession:
         until = time.monotonic() + LOCK_PATIENCE if deadline is None else deadline
         suspicious: float | None = time.monotonic() + touched.SUSPICION
         while True:
+            touched.entered(self)
             try:
                 self._cursor.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
+                touched.left(self)
                 if primary_code(error) not in (_BUSY, _LOCKED) or time.monotonic() >= until:
                     raise
             if suspicious is not None and time.monotonic() >= suspicious:
@@ -362,6 +364,7 @@ class SqliteSession:
         self._cursor.execute("COMMIT")
         if time.monotonic() >= self._checkpoint_at and self.connection.total_changes >= self._checkpoint_after:
             self._checkpoint()
+        touched.left(self)
 
     def _checkpoint(self) -> None:
         began, moved = time.monotonic(), self._moved
@@ -375,9 +378,11 @@ class SqliteSession:
     def rollback(self) -> None:
         if self.connection.in_transaction:
             self._cursor.execute("ROLLBACK")
+        touched.left(self)
 
     def close(self) -> None:
         self.connection.close()
+        touched.left(self)
 
 
 class Sqlite:

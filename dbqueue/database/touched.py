@@ -1,4 +1,4 @@
-"""SQLite: which open transactions of the caller this thread has joined.
+"""SQLite: which open transactions of the caller this thread has joined, and which of our own are open in this process.
 
 A file has one writer. If that is this very thread, on the caller's connection, a write on a connection of dbqueue's own would
 wait for it for ever; ``holds_lock`` tells, so that it fails at once (WouldDeadlock). Nothing here keeps a connection alive: one
@@ -82,3 +82,56 @@ def _open(holder: Any, driver_connection: Callable[[Any], Any]) -> bool:
         return bool(connection.in_transaction)
     except Exception:  # given back, closed or invalidated
         return False
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+FORK_PATIENCE = 5.0
+"""Seconds that a fork waits for transactions of other threads at most; ours are over in milliseconds."""
+
+
+class _Writers:
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Sessions that hold the write lock or ask for it just now, and their threads."""
+
+    def only_mine(self) -> bool:
+        me = threading.get_ident()
+        return all(thread == me for thread in self.threads.values())
+
+
+_writers = _Writers()
+
+
+def entered(session: object) -> None:
+    """This thread asks for the write lock, and gets it or not at once."""
+    writers = _writers
+    with writers.changed:
+        writers.threads[session] = threading.get_ident()
+
+
+def left(session: object) -> None:
+    """It does not have it any more."""
+    writers = _writers
+    with writers.changed:
+        writers.threads.pop(session, None)
+        writers.changed.notify_all()
+
+
+def _before_fork() -> None:
+    _writers.changed.acquire()  # until the fork is made: nobody enters meanwhile
+    _writers.changed.wait_for(_writers.only_mine, FORK_PATIENCE)
+
+
+def _in_parent() -> None:
+    _writers.changed.release()
+
+
+def _in_child() -> None:
+    global _writers
+    _writers = _Writers()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
