@@ -54,26 +54,33 @@ WORKER, CHILD, BETWEEN, LEASE, LIMIT, RAISES, UNKNOWN, REFUSED, ETA = (
 
 CASES: dict[str, Seen] = {
     # how often it began, how often its lease was lost, the row, the result
-    WORKER: {EARLY: (1, 0, "acked", "PENDING"), LATE: (2, 1, "acked", "SUCCESS"), REJECTING: (2, 1, "acked", "SUCCESS")},
+    WORKER: {
+        EARLY: (1, 0, "acked", "PENDING"),
+        LATE: (2, 1, "acked", "SUCCESS"),
+        REJECTING: (2, 1, "acked", "SUCCESS"),
+    },
     # how often it began, the row, the result
     CHILD: {
-        EARLY: (1, "acked", "WorkerLostError"), LATE: (1, "acked", "WorkerLostError"), REJECTING: (4, "acked", "SUCCESS"),
-    },  # fmt: skip
+        EARLY: (1, "acked", "WorkerLostError"),
+        LATE: (1, "acked", "WorkerLostError"),
+        REJECTING: (4, "acked", "SUCCESS"),
+    },
     # killed before the result is stored, and after that: how often it began, how often the next of its chain did, the result
     BETWEEN: {
-        EARLY: [(1, 0, "PENDING"), (1, 1, "SUCCESS")], LATE: [(2, 1, "SUCCESS"), (2, 2, "SUCCESS")],
+        EARLY: [(1, 0, "PENDING"), (1, 1, "SUCCESS")],
+        LATE: [(2, 1, "SUCCESS"), (2, 2, "SUCCESS")],
         REJECTING: [(2, 1, "SUCCESS"), (2, 2, "SUCCESS")],
-    },  # fmt: skip
+    },
     # how often it began, and ended, how often the next of its chain began
     LEASE: {LATE: (2, 2, 2), REJECTING: (2, 2, 2)},
     LIMIT: all_three((1, "acked", "TimeLimitExceeded")),
     RAISES: all_three((1, "acked", "ValueError")),
     # the row, and whether the log has a line
-    UNKNOWN: all_three(("acked", True)),
-    REFUSED: all_three(("acked", True)),
+    UNKNOWN: all_three(("dead", True)),
+    REFUSED: all_three(("dead", True)),
     # in the worker's hands and in its list of scheduled tasks, not begun
     ETA: all_three((0, "running", True)),
-}  # fmt: skip
+}
 
 OF_OUR_WORKER = {
     WORKER: "test_kills.py::test_a_killed_worker_and_a_killed_child",
@@ -202,7 +209,10 @@ def unknown(columns: Columns, workers: dict[str, Any]) -> Seen:
 def refused(columns: Columns, workers: dict[str, Any]) -> Seen:
     sent = {column: columns.send(column, "tell", "x", serializer="pickle") for column in COLUMNS}
     return {
-        column: (columns.row(column, result.id).state, "disallowed" in columns.commands.log(workers[column]))
+        column: (
+            columns.row(column, result.id).state,
+            "Refusing to deserialize" in columns.commands.log(workers[column]),
+        )
         for column, result in sent.items()
     }
 
