@@ -15,10 +15,10 @@ from dbqueue import DBQueue
 
 def move(queue, source, destination):
     source, destination = source.channel(), destination.channel()
-    for channel in (source, destination):
-        queue(channel).declare()
-    producer, moved = Producer(destination), 0
-    while (message := source.basic_get(queue.name)) is not None:
+    queue(destination).declare()
+    waiting, producer, moved = queue(source), Producer(destination), 0
+    waiting.declare()
+    while (message := waiting.get()) is not None:
         ttl = message.properties.get("expiration")
         producer.publish(
             message.body.encode() if isinstance(message.body, str) else bytes(message.body),

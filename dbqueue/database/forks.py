@@ -4,6 +4,9 @@ SQLite guards its allocator and its list of open files with mutexes of the proce
 one of them finds it held for ever, and hangs at its first statement, on whatever file. So a fork waits until no other thread is inside
 of a call on one of our connections, and lets none in meanwhile. That takes microseconds: none of our calls waits for a lock inside of
 SQLite, but for one in a mail file.
+
+It waits for their transactions, too: what SQLite notes about a file's locks is of the process, and a child that was forked in the
+middle of one would take the write lock for held, by a connection of its own, for ever.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import weakref
 from typing import Any
 
+TRANSACTION_PATIENCE = 5.0
+"""Seconds that a fork waits for transactions of other threads at most; ours are over in milliseconds."""
 PATIENCE = 1.0
 """Seconds that a fork waits for other threads, and they for it; then each goes on all the same."""
 
@@ -65,8 +71,52 @@ class Gate:
 
 gate = Gate()
 
+
+class Writers:
+    """Sessions that hold the write lock or ask for it just now, and their threads."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._threads: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def only_mine(self) -> bool:
+        me = threading.get_ident()
+        return all(thread == me for thread in self._threads.values())
+
+    def enter(self, session: object) -> None:
+        """This thread asks for the write lock, and gets it or not at once."""
+        with self.changed:
+            self._threads[session] = threading.get_ident()
+
+    def leave(self, session: object) -> None:
+        """It does not have it any more."""
+        with self.changed:
+            if self._threads.pop(session, None) is not None:
+                self.changed.notify_all()
+
+
+writers = Writers()
+
+
+def _before_fork() -> None:
+    """First the transactions, whose statements must come through the gate until they have ended."""
+    writers.changed.acquire()  # until the fork is made: nobody enters meanwhile
+    writers.changed.wait_for(writers.only_mine, TRANSACTION_PATIENCE)
+    gate.close()
+
+
+def _in_parent() -> None:
+    gate.open()
+    writers.changed.release()
+
+
+def _in_child() -> None:
+    gate.renew()
+    writers.__init__()  # type: ignore[misc]
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=gate.close, after_in_parent=gate.open, after_in_child=gate.renew)
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 class GatedCursor(sqlite3.Cursor):

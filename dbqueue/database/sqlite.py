@@ -28,7 +28,7 @@ from dbqueue.clock import SQLITE_NOW, Clock
 from dbqueue.database import touched
 from dbqueue.database.alive import Alive, is_alive, own_workers
 from dbqueue.database.dialect import OwnSession, Params, Row, Session
-from dbqueue.database.forks import GatedConnection
+from dbqueue.database.forks import GatedConnection, writers
 from dbqueue.database.tables import (
     CLAIMED_COLUMNS,
     FINISHED_COLUMNS,
@@ -340,10 +340,12 @@ class SqliteSession:
         until = time.monotonic() + LOCK_PATIENCE if deadline is None else deadline
         suspicious: float | None = time.monotonic() + touched.SUSPICION
         while True:
+            writers.enter(self)
             try:
                 self._cursor.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
+                writers.leave(self)
                 if primary_code(error) not in (_BUSY, _LOCKED) or time.monotonic() >= until:
                     raise
             if suspicious is not None and time.monotonic() >= suspicious:
@@ -363,6 +365,7 @@ class SqliteSession:
         self._cursor.execute("COMMIT")
         if time.monotonic() >= self._checkpoint_at and self.connection.total_changes >= self._checkpoint_after:
             self._checkpoint()
+        writers.leave(self)
 
     def _checkpoint(self) -> None:
         began, moved = time.monotonic(), self._moved
@@ -376,9 +379,11 @@ class SqliteSession:
     def rollback(self) -> None:
         if self.connection.in_transaction:
             self._cursor.execute("ROLLBACK")
+        writers.leave(self)
 
     def close(self) -> None:
         self.connection.close()
+        writers.leave(self)
 
 
 class Sqlite:

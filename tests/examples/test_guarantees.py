@@ -76,8 +76,8 @@ CASES: dict[str, Seen] = {
     LIMIT: all_three((1, "acked", "TimeLimitExceeded")),
     RAISES: all_three((1, "acked", "ValueError")),
     # the row, and whether the log has a line
-    UNKNOWN: all_three(("acked", True)),
-    REFUSED: all_three(("acked", True)),
+    UNKNOWN: all_three(("dead", True)),
+    REFUSED: all_three(("dead", True)),
     # in the worker's hands and in its list of scheduled tasks, not begun
     ETA: all_three((0, "running", True)),
 }
@@ -209,7 +209,10 @@ def unknown(columns: Columns, workers: dict[str, Any]) -> Seen:
 def refused(columns: Columns, workers: dict[str, Any]) -> Seen:
     sent = {column: columns.send(column, "tell", "x", serializer="pickle") for column in COLUMNS}
     return {
-        column: (columns.row(column, result.id).state, "disallowed" in columns.commands.log(workers[column]))
+        column: (
+            columns.row(column, result.id).state,
+            "Refusing to deserialize" in columns.commands.log(workers[column]),
+        )
         for column, result in sent.items()
     }
 
