@@ -71,17 +71,23 @@ class _Nowhere:
         raise NotSupported("a Celery task is called by its own delay() or apply_async()")
 
 
-class AppTask(ForeignTarget):
+class _OfApp(ForeignTarget):
+    address = ("celery_bridge.runner", "find")
+
+    def __init__(self, runner: Runner, name: str) -> None:
+        policy = Policy(messages.UNLIMITED, 0, runner.queue, 0, OnCrash.RETRY, None)
+        super().__init__(name, _not_called, None, policy, _Nowhere())  # type: ignore[arg-type]  # no payload of ours
+        self._runner = runner
+
+
+class AppTask(_OfApp):
     """One task of the app. ``notice``: of the rows that only tell that it was revoked."""
 
-    address = ("celery_bridge.runner", "find")
     crashes = CRASHES
 
     def __init__(self, runner: Runner, task: str, *, notice: bool = False) -> None:
-        name = messages.notice_target_of(task) if notice else messages.target_of(task)
-        policy = Policy(messages.UNLIMITED, 0, runner.queue, 0, OnCrash.RETRY, None)
-        super().__init__(name, _not_called, None, policy, _Nowhere())  # type: ignore[arg-type]  # no payload of ours
-        self._runner, self._task, self._notice = runner, task, notice
+        super().__init__(runner, messages.notice_target_of(task) if notice else messages.target_of(task))
+        self._task, self._notice = task, notice
 
     def ending(self, row: ClaimedRow, now: int) -> Settlement | None:
         """The message's time to live, or its queue's, has passed. A task's own ``expires``, which Celery sends as both, is told instead."""
@@ -126,16 +132,10 @@ class AppTask(ForeignTarget):
         return self._runner.run(self._task, work, verdict)
 
 
-class Envelope(ForeignTarget):
+class Envelope(_OfApp):
     """Messages that name no task: of task protocol 1, or none of Celery's."""
 
-    address = ("celery_bridge.runner", "find")
     opens = True
-
-    def __init__(self, runner: Runner) -> None:
-        policy = Policy(messages.UNLIMITED, 0, runner.queue, 0, OnCrash.RETRY, None)
-        super().__init__(messages.TARGET, _not_called, None, policy, _Nowhere())  # type: ignore[arg-type]  # no payload of ours
-        self._runner = runner
 
     def opened(self, row: ClaimedRow) -> tuple[ClaimedRow, ForeignTarget | None]:
         told = as_protocol_2(row, self._runner.app.conf.accept_content)
@@ -188,7 +188,7 @@ class Runner:
     def targets(self) -> dict[str, ForeignTarget]:
         found = [AppTask(self, name, notice=notice) for name in self.app.tasks for notice in (False, True)]
         self.tasks = {target.name: target for target in found}
-        return {**self.tasks, messages.TARGET: Envelope(self)}
+        return {**self.tasks, messages.TARGET: Envelope(self, messages.TARGET)}
 
     def due_at(self, row: ClaimedRow) -> int | None:
         """As an instant; None: at once. An ETA without a zone is in the app's."""

@@ -1,7 +1,7 @@
-"""Redis and RabbitMQ, for tests of what an app comes from: servers of a test's own on the loopback. A missing one skips the test, and so
-does a missing client library; `.ci/run` installs Redis.
+"""Redis and RabbitMQ, for tests of what an app comes from, or keeps beside this broker: servers of a test's own on the loopback. A
+missing one skips the test; `.ci/run` installs Redis, and its client library comes with the development dependencies.
 
-A conftest.py imports the fixtures `redis_url` and `rabbitmq_url`.
+A test's module or a conftest.py imports the fixtures `redis_url` and `rabbitmq_url`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers import _free_port
+from tests.transport.shops import need_package
 from tests.waiting import wait_for
 
 RABBITMQ = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")  # Debian's; the one on the path changes its user
@@ -28,8 +30,8 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is not installed")
-    pytest.importorskip("redis")
-    port = free_port()
+    need_package("redis")
+    port = _free_port()
     with server([program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(tmp_path)], port):
         yield f"redis://127.0.0.1:{port}/0"
 
@@ -38,11 +40,11 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
 def rabbitmq_url(tmp_path: Path) -> Iterator[str]:
     if not RABBITMQ.exists():
         pytest.skip("rabbitmq-server is not installed")
-    folder, port, names = tmp_path / "rabbitmq", free_port(), str(free_port())
+    folder, port, names = tmp_path / "rabbitmq", _free_port(), str(_free_port())
     folder.mkdir()
     environment = {
         "HOME": str(folder), "RABBITMQ_NODENAME": f"test{port}@localhost", "RABBITMQ_NODE_PORT": str(port),
-        "RABBITMQ_DIST_PORT": str(free_port()), "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
+        "RABBITMQ_DIST_PORT": str(_free_port()), "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
         "RABBITMQ_LOG_BASE": str(folder / "log"), "RABBITMQ_PID_FILE": str(folder / "pid"),
         "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"), "ERL_EPMD_PORT": names,
     }  # fmt: skip
@@ -71,9 +73,3 @@ def server(command: list[str], port: int, **environment: str) -> Iterator[None]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # with what it started; nothing in it is wanted any more
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -476,9 +476,8 @@ class Worker:
         if isinstance(target, ForeignTarget) and target.opens:
             try:
                 row, target = target.opened(row)
-            except Exception as error:  # others wrote it
-                log.error("job %s %s cannot be read: %s", ids.as_uuid(row.id), row.target, type(error).__name__)
-                kind = Kind.CORRUPT_PAYLOAD
+            except Exception as error:
+                kind = _unreadable(row, error)
         running = self.claims.add(row, target, sent)
         kind = kind or obstacle(row, target, self._longest)
         wait, ending = 0, None
@@ -492,9 +491,8 @@ class Worker:
                 )
                 if self._revoked and not self._revoked.isdisjoint(target.names(row)):
                     wait, running.work.verdict = 0, Kind.REVOKED
-            except Exception as error:  # others wrote it: what cannot be read must not end the worker
-                log.error("job %s %s cannot be read: %s", running.work.context.id, row.target, type(error).__name__)
-                kind = Kind.CORRUPT_PAYLOAD
+            except Exception as error:
+                kind = _unreadable(row, error)
         if kind is not None:
             self.claims.end(running, blocked(row, kind))
         elif ending is not None:
@@ -626,6 +624,12 @@ class Worker:
         self.slots.close(0.1 if self.slots.busy else 1.0)
         self.connection.close()
         self.wake.close()
+
+
+def _unreadable(row: ClaimedRow, error: Exception) -> Kind:
+    """Others wrote it: what cannot be read must not end the worker."""
+    log.error("job %s %s cannot be read: %s", ids.as_uuid(row.id), row.target, type(error).__name__)
+    return Kind.CORRUPT_PAYLOAD
 
 
 def _nothing() -> None: ...

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dbqueue import DBQueue
-from tests.redis_server import redis_url as redis_url
+from tests.brokers import redis_url as redis_url
 from tests.transport.conftest import make_shop as make_shop
 from tests.transport.shops import Shop, need_package
 from tests.waiting import wait_for

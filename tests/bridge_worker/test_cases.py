@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import kombu
 import pytest
 
-from dbqueue.database.tables import Names
 from tests.bridge_worker.projects import Project
-from tests.cases.test_transport_workers import Boom
+from tests.cases.test_transport_workers import damage, publish, unreadable
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.req("C6"), pytest.mark.timeout(120)]
@@ -24,25 +22,11 @@ Make = Callable[..., Project]
 def test_messages_that_cannot_be_read_harm_nobody(make_project: Make, tmp_path: Path) -> None:
     """C127, C140. Each is kept aside after one try, nothing is unpickled, and those beside it are worked on."""
     project, boom = make_project(), tmp_path / "boom"
-    task = {"task": "proj.add", "lang": "py"}
-    pickled = pickle.dumps([[Boom(boom), 1], {}, {}])
+    sent = unreadable("proj.add", boom)
     project.send("add", 0, 0)
-    sent = (
-        (b"\x80\x81", "application/json", "utf-8", {**task, "id": "undecodable"}),
-        (b"not json", "application/json", "utf-8", {**task, "id": "no json"}),
-        (b"[]", "application/json", "utf-8", {**task, "id": "no arguments"}),
-        (b"{}", "application/json", "utf-8", {}),
-        (b"\xff", "application/what", "klingon", {**task, "id": "of no kind"}),
-        (pickled, "application/x-python-serialize", "binary", {**task, "id": "pickled"}),
-        (pickled, "application/x-python-serialize", "binary", {}),
-        (b"[[1, 1], {}, {}]", "application/json", "utf-8", {**task, "id": "damaged"}),
-    )
     with kombu.Connection(project.broker_url) as connection:
-        channel = connection.default_channel
-        for body, kind, encoding, headers in sent:
-            channel.basic_publish(channel.prepare_message(body, 0, kind, encoding, headers), "", "proj")
-    jobs = Names("dbqueue_").qualified("jobs")
-    project.queue.database.run(lambda s: s.execute(f"UPDATE {jobs} SET head = payload WHERE task_id = 'damaged'"))
+        publish(connection.default_channel, "proj", sent)
+    damage(project.queue)
     project.send("add", 2, 2)
     worker = project.worker(size=1)
     project.idle()

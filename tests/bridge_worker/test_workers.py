@@ -14,7 +14,7 @@ from celery import chain, chord
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 
 from tests.bridge_worker.projects import Project
-from tests.redis_server import redis_url as redis_url
+from tests.brokers import redis_url as redis_url
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.req("C6")

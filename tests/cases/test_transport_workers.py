@@ -73,6 +73,32 @@ class Boom:
         return open, (str(self.path), "w")
 
 
+def unreadable(task: str, boom: Path) -> list[tuple[bytes, str, str, dict[str, str]]]:
+    """Bodies, their kinds, encodings and headers. The one whose id is ``damaged`` can be read until its row is spoilt."""
+    of_task = {"task": task, "lang": "py"}
+    pickled = pickle.dumps([[Boom(boom), 1], {}, {}])
+    return [
+        (b"\x80\x81", "application/json", "utf-8", {**of_task, "id": "undecodable"}),
+        (b"not json", "application/json", "utf-8", {**of_task, "id": "no json"}),
+        (b"[]", "application/json", "utf-8", {**of_task, "id": "no arguments"}),
+        (b"{}", "application/json", "utf-8", {}),
+        (b"\xff", "application/what", "klingon", {**of_task, "id": "of no kind"}),
+        (pickled, "application/x-python-serialize", "binary", {**of_task, "id": "pickled"}),
+        (pickled, "application/x-python-serialize", "binary", {}),
+        (b"[[1, 1], {}, {}]", "application/json", "utf-8", {**of_task, "id": "damaged"}),
+    ]
+
+
+def publish(channel: Any, queue: str, messages: list[tuple[bytes, str, str, dict[str, str]]]) -> None:
+    for body, kind, encoding, headers in messages:
+        channel.basic_publish(channel.prepare_message(body, 0, kind, encoding, headers), "", queue)
+
+
+def damage(queue: DBQueue) -> None:
+    jobs = Names("dbqueue_").qualified("jobs")
+    queue.database.run(lambda s: s.execute(f"UPDATE {jobs} SET head = payload WHERE task_id = 'damaged'"))
+
+
 @pytest.mark.req("C1", "C4")
 def test_messages_that_cannot_be_read_harm_nobody(
     make_shop: MakeShop, connect: Connect, queue: DBQueue, cli: Run, tmp_path: Path, database_url: str
@@ -83,26 +109,9 @@ def test_messages_that_cannot_be_read_harm_nobody(
     shop, boom = make_shop(), tmp_path / "boom"
     channel = connect().default_channel
     declared(channel, "shop")
-    task = {"task": "shop.add", "lang": "py"}
-    pickled = pickle.dumps([[Boom(boom), 1], {}, {}])
     shop.app.add.delay(0, 0)
-    for body, kind, encoding, headers in (
-        (b"\x80\x81", "application/json", "utf-8", {**task, "id": "undecodable"}),
-        (b"not json", "application/json", "utf-8", {**task, "id": "no json"}),
-        (b"[]", "application/json", "utf-8", {**task, "id": "no arguments"}),
-        (b"{}", "application/json", "utf-8", {}),
-        (b"\xff", "application/what", "klingon", {**task, "id": "of no kind"}),
-        (pickled, "application/x-python-serialize", "binary", {**task, "id": "pickled"}),
-        (pickled, "application/x-python-serialize", "binary", {}),
-        (b"[[1, 1], {}, {}]", "application/json", "utf-8", {**task, "id": "damaged"}),
-    ):
-        message = channel.prepare_message(body, 0, kind, encoding, headers)
-        channel.basic_publish(message, "", "shop")
-    queue.database.run(
-        lambda s: s.execute(
-            f"UPDATE {Names('dbqueue_').qualified('jobs')} SET head = payload WHERE task_id = 'damaged'"
-        )
-    )
+    publish(channel, "shop", unreadable("shop.add", boom))
+    damage(queue)
     shop.app.add.delay(2, 2)
     worker = shop.worker(size=1)
     wait_for(lambda: not {"running", "pending"} & set(queue.counts("shop")), 30, "something still waits")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,9 +16,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from dbqueue import DBQueue, JobRecord
+from tests.examples.commands import ROOT, Processes
 from tests.waiting import wait_for
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -39,31 +37,21 @@ class Example:
     """Whether an order is posted as a form rather than as JSON."""
 
 
-class Lab:
+class Lab(Processes):
     def __init__(self, example: Example, url: str, scratch: Path) -> None:
+        super().__init__(scratch)
         self.example, self.scratch, self.url = example, scratch, url
         self.queue = DBQueue(url)
         self.environment = {**os.environ, "SHOP_DATABASE_URL": url, "PYTHONPATH": str(ROOT)}
         self.environment.pop("CELERY_BROKER_URL", None)  # it would win over the app's own
-        self._running: list[tuple[subprocess.Popen[bytes], Path]] = []
         self._port = 0
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def start(self, *command: str, **settings: object) -> subprocess.Popen[bytes]:
         """``settings`` are the example's own: ``lease=2`` is SHOP_LEASE."""
-        log = self.scratch / f"{len(self._running)}.log"
         environment = self.environment | {f"SHOP_{name.upper()}": str(value) for name, value in settings.items()}
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=self.example.folder, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        self._running.append((process, log))
-        return process
-
-    def log(self, process: subprocess.Popen[bytes]) -> str:
-        return next(log for known, log in self._running if known is process).read_text(errors="replace")
+        return self._begin([sys.executable, *command], self.example.folder, environment)
 
     def run(self, *command: str, **settings: object) -> str:
         process = self.start(*command, **settings)
@@ -93,39 +81,16 @@ class Lab:
         return self.start("-m", "celery", "-A", self.example.app, *arguments, **settings)
 
     def worker(self, pool: str = "prefork", **settings: object) -> subprocess.Popen[bytes]:
-        process = self.celery("worker", "-P", pool, "-c", "2", "-l", "INFO", **settings)
-
-        def ready() -> bool:
-            assert process.poll() is None, self.log(process)
-            return " ready." in self.log(process)
-
-        wait_for(ready, 60, "the worker is not ready")
-        return process
+        return self.until(self.celery("worker", "-P", pool, "-c", "2", "-l", "INFO", **settings), " ready.")
 
     def own_worker(self, **settings: object) -> subprocess.Popen[bytes]:
         """`dbqueue worker` on the same app."""
-        process = self.start("-m", "dbqueue", "worker", "-A", self.example.app, "-c", "2", **settings)
-
-        def ready() -> bool:
-            assert process.poll() is None, self.log(process)
-            return " 2 slots" in self.log(process)
-
-        wait_for(ready, 60, "the worker is not ready")
-        return process
-
-    def stop(self, process: subprocess.Popen[bytes]) -> None:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, self.log(process)
-
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """With its children, as the kernel or a machine's end does it: nothing is said good-bye to."""
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        return self.until(
+            self.start("-m", "dbqueue", "worker", "-A", self.example.app, "-c", "2", **settings), " 2 slots"
+        )
 
     def close(self) -> None:
-        for process, _ in self._running:
-            if process.poll() is None:
-                self.kill(process)
+        super().close()
         self.queue.close()
 
     # -- the shop ----------------------------------------------------------------------------------------------------

@@ -180,7 +180,10 @@ def test_one_worker_of_each_kind(columns: Columns) -> None:
 
 
 def of_a_task(columns: Columns, task: str) -> Seen:
-    sent = {column: columns.send(column, task, f"{task}-{QUEUES[column]}") for column in COLUMNS}
+    return ends(columns, task, {column: columns.send(column, task, f"{task}-{QUEUES[column]}") for column in COLUMNS})
+
+
+def ends(columns: Columns, task: str, sent: dict[str, Any]) -> Seen:
     ended = {column: columns.row(column, result.id) for column, result in sent.items()}
     for column, result in sent.items():
         wait_for(lambda: columns.result(result) != "PENDING", 60, f"{column}: {task} has no result")  # noqa: B023
@@ -227,13 +230,7 @@ def child_killed(columns: Columns, workers: dict[str, Any]) -> Seen:
             os.kill(int(began[0].split()[2]), signal.SIGKILL)
     wait_for(lambda: len(columns.began("held-rejecting")) == 4, 60, "it did not come back")
     until.touch()
-    ended = {column: columns.row(column, result.id) for column, result in sent.items()}
-    for column, result in sent.items():
-        wait_for(lambda: columns.result(result) != "PENDING", 60, f"{column}: no result")  # noqa: B023
-    return {
-        column: (len(columns.began(f"held-{QUEUES[column]}")), ended[column].state, columns.result(sent[column]))
-        for column in COLUMNS
-    }
+    return ends(columns, "held", sent)
 
 
 def eta(columns: Columns, workers: dict[str, Any]) -> Seen:
