@@ -60,14 +60,16 @@ class Killed(Task):  # type: ignore[misc]
 
     def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
         """By now the result is stored and the next of the chain is sent."""
-        name, when = args
+        name, when, _ = args
         if when == "after the result":
             die_once(name)
 
 
 @app.task(base=Killed)
-def killed(name: str, when: str) -> str:
+def killed(name: str, when: str, until: str) -> str:
     note(f"start {name}")
+    while not os.path.exists(until):
+        time.sleep(0.01)
     if when == "before the result":
         die_once(name)
     return name

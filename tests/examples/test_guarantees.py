@@ -286,14 +286,17 @@ def test_the_whole_worker_is_killed(columns: Columns) -> None:
 def test_killed_between_the_bodys_end_and_the_ack(columns: Columns) -> None:
     seen: Seen = {column: [] for column in COLUMNS}
     for when in ("before", "after"):
-        workers = columns.worker(*COLUMNS, name=when)
+        workers, until = columns.worker(*COLUMNS, name=when), columns.commands.folder / when
         names = {column: f"{when}-{QUEUES[column]}" for column in COLUMNS}
         sent = {
             column: chain(
-                columns.s(column, "killed", name, f"{when} the result"), columns.s(column, "tell", f"next-{name}")
+                columns.s(column, "killed", name, f"{when} the result", str(until)),
+                columns.s(column, "tell", f"next-{name}"),
             ).delay()
             for column, name in names.items()
         }
+        columns.row(EARLY, sent[EARLY].parent.id)  # an early ack is written beside the task's first moments
+        until.touch()
         for worker in workers.values():
             assert worker.wait(60) == -signal.SIGKILL
         again = columns.worker(*COLUMNS, name=f"after-{when}")
@@ -331,6 +334,8 @@ def test_the_lease_is_lost_while_it_runs(columns: Columns) -> None:
     finally:
         for worker in workers.values():
             worker.send_signal(signal.SIGCONT)
+    for column in workers:
+        wait_for(lambda: len(columns.began(f"next-{QUEUES[column]}")) >= 2, 60, f"{column}: the next came once")  # noqa: B023
     columns.idle()
     seen = {
         column: (
