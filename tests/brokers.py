@@ -51,8 +51,9 @@ def rabbitmq_url(tmp_path: Path) -> Iterator[str]:
     try:
         with server([str(RABBITMQ)], port, **environment):
             yield f"amqp://guest:guest@127.0.0.1:{port}//"
-    finally:  # its name server outlives it
-        subprocess.run(["epmd", "-port", names, "-kill"], check=False, capture_output=True)
+    finally:  # its name server outlives it, and stays as long as it has not noticed the end
+        command = ["epmd", "-port", names, "-kill"]
+        wait_for(lambda: b"Killed" in subprocess.run(command, capture_output=True).stdout, 20, "epmd stays")
 
 
 @contextmanager
