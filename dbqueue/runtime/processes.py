@@ -9,8 +9,10 @@ The children are forked from a clean server process without threads and connecti
 which has imported the application once; where there is no fork they are started afresh. They never see the queue's claims. If the
 parent dies, they end at once: nobody would renew their lease.
 
-One thread of the parent does all the talking. It never waits for one child: orders are written as their pipe takes them, answers are
-short, and an end is seen by the process itself, as a job's own children may hold the pipes open.
+The worker's loop talks to the children itself, and a child's main thread to the loop: each thread between them would cost a short job
+more than all the rest. The loop never waits for a child: orders are written as their pipe takes them, and answers read as far as they
+have come. What takes long, starting children and seeing them end, is done by a thread beside it. An end is seen by the process itself,
+as a job's own children may hold the pipes open.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import os
 import pickle
 import selectors
 import signal
+import struct
 import sys
 import termios
 import threading
@@ -53,6 +56,9 @@ log = logging.getLogger("dbqueue")
 START_TRIES = 3
 """So many children in a row that die before they are ready mean that none will ever be."""
 STOP_PATIENCE = 2.0
+LENGTH = struct.Struct("=I")
+"""Before each answer of a child, since it is read in pieces."""
+MOUTHFUL = 65_536
 
 
 @dataclass(frozen=True)
@@ -73,16 +79,20 @@ class Child:
     process: Any
     orders: Connection
     """Not blocking; ``outbox`` is what it did not take yet."""
+    words: Connection
+    """Not blocking: what is to be heard while a job runs."""
     answers: Connection
+    """Not blocking; ``inbox`` is what came of an answer that is not whole yet."""
     outbox: bytearray = field(default_factory=bytearray)
+    inbox: bytearray = field(default_factory=bytearray)
     ready: bool = False
     work: Work | None = None
     started_at: float = 0.0
-    after: int = 0
-    """Bytes written after the order of ``work``: if more are unread when it dies, the job never began."""
     jobs: int = 0
     leaving: bool = False
     """It gets no job any more."""
+    gone: bool = False
+    """Its process has ended, and its number may be another's."""
     failure: str | None = None
     """Why it did not become ready."""
 
@@ -98,7 +108,7 @@ class Child:
         unread = bytearray(4)
         with suppress(OSError):
             fcntl.ioctl(self.orders.fileno(), termios.FIONREAD, unread)
-        return int.from_bytes(unread, sys.byteorder) + len(self.outbox) <= self.after
+        return not int.from_bytes(unread, sys.byteorder) and not self.outbox
 
 
 @dataclass(frozen=True)
@@ -172,19 +182,24 @@ class ProcessSlots:
         if method == "forkserver":
             self._context.set_forkserver_preload(["dbqueue.runtime.preload"])
         self._children: list[Child] = []
+        self._ended: deque[Child] = deque()
+        """Children whose process is gone, for the loop."""
         self._done: deque[Outcome] = deque()
-        self._orders: deque[tuple[Child, Order | Cancel | None]] = deque()
         self._lock = threading.Lock()
-        """Guards the list of children, and which of them has which work."""
+        """Guards the list of children, which of them has which work, and that their pipes are open."""
         self._failures = 0
         self._closing = False
         self._bell, self._bell_end = os.pipe()
         os.set_blocking(self._bell_end, False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._pipes: Any = selectors.DefaultSelector()
+        """The loop's; an epoll or kqueue, which a wait for other files can include."""
+        self.files: tuple[int, ...] = (self._pipes.fileno(),)
+        self._processes = selectors.DefaultSelector()
+        """The thread's."""
+        self._processes.register(self._bell, selectors.EVENT_READ)
         # multiprocessing waits at exit for children that it has only asked to end, and ours do not listen to that.
         atexit.register(self._kill_all)
-        self._thread = threading.Thread(target=self._serve, name="dbqueue-children", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="dbqueue-children", daemon=True)
         self._thread.start()
 
     @property
@@ -214,21 +229,23 @@ class ProcessSlots:
             child = next((child for child in self._children if _is_idle(child)), None)
             if child is None:
                 return False
-            child.work, child.started_at, child.after = work, time.monotonic(), 0
-            self._orders.append((child, order))
+            child.work, child.started_at = work, time.monotonic()
         chosen, cancel = child, Cancel(order.job_id, order.attempt)
         work.context.on_cancel = lambda: self._tell(chosen, cancel)
-        self._ring_bell()
+        self._send(child, order)
         return True
 
     def resize(self, size: int) -> None:
         """More children, or fewer: idle ones leave now; if these are not enough, those whose jobs end next."""
+        leaving = []
         with self._lock:
             self.size = size
             for child in self._children:
                 if child.work is None and not child.leaving and self._too_many:
                     child.leaving = True
-                    self._orders.append((child, None))
+                    leaving.append(child)
+        for child in leaving:
+            self._send(child, None)
         self._ring_bell()
 
     @property
@@ -237,6 +254,12 @@ class ProcessSlots:
         return len(self._children) > self.size and sum(not child.leaving for child in self._children) > self.size
 
     def collect(self) -> list[Outcome]:
+        for key, _ in self._pipes.select(0):
+            child, attend = key.data
+            if child in self._children:
+                attend(child)
+        while self._ended:
+            self._bury(self._ended.popleft())
         outcomes = []
         while self._done:
             outcomes.append(self._done.popleft())
@@ -257,9 +280,11 @@ class ProcessSlots:
         self._ring_bell()
         self._thread.join(patience + STOP_PATIENCE)
         ended = not self._thread.is_alive()
-        self._kill_all()
         if ended:
+            self._end_all()
             atexit.unregister(self._kill_all)
+        else:
+            self._kill_all()
         return ended
 
     def _kill_all(self) -> None:
@@ -269,105 +294,81 @@ class ProcessSlots:
             child.kill()
             child.process.join(STOP_PATIENCE)
 
-    # -- the thread that talks to the children -----------------------------------------------------------------------
+    def _end_all(self) -> None:
+        """Idle children may end by themselves within a moment: their pipe is closed."""
+        with self._lock:
+            children, self._children[:] = list(self._children), []
+        for child in children:
+            if child.work is not None or not child.ready:
+                child.kill()
+            else:
+                self._send(child, None)
+        until = time.monotonic() + STOP_PATIENCE / 4
+        for child in children:
+            child.process.join(max(0.0, until - time.monotonic()))
+            child.kill()
+            child.process.join(STOP_PATIENCE)
+            self._forget(child)
+        self._pipes.close()
+        self._processes.close()
+        os.close(self._bell)
+        bell_end, self._bell_end = self._bell_end, -1
+        os.close(bell_end)
+
+    # -- talking to the children, in the loop ------------------------------------------------------------------------
 
     def _tell(self, child: Child, message: Cancel) -> None:
-        self._orders.append((child, message))
-        self._ring_bell()
+        """From any thread. So short a message goes into the pipe as a whole, or not at all: then its child reads nothing any more."""
+        with self._lock:
+            if child in self._children and child.work is not None and child.work.context.id == message.job_id:
+                with suppress(OSError):
+                    os.write(child.words.fileno(), pickle.dumps(message))
 
-    def _ring_bell(self) -> None:
-        with suppress(OSError):  # full, so it is heard anyway; or closed, so there is nobody to hear it
-            os.write(self._bell_end, b"!")
-
-    def _serve(self) -> None:
-        try:
-            while not self._closing:
-                self._fill()
-                for key, _ in self._selector.select():
-                    if key.data is None:
-                        os.read(self._bell, 4096)
-                    elif key.data[0] in self._children:
-                        child, attend = key.data
-                        attend(child)
-                self._deliver()
-        except BaseException as error:
-            self.broken = f"{type(error).__name__} in the thread of the children"
-            log.exception("the thread that talks to the children ended")
-        finally:
-            self._end_all()
-            self.ring()
-
-    def _fill(self) -> None:
-        while len(self._children) < self.size and self.broken is None and not self._closing:
-            orders, orders_end = self._context.Pipe(duplex=False)
-            answers_end, answers = self._context.Pipe(duplex=False)
-            process = self._context.Process(target=serve_child, args=(orders, answers, self.options), daemon=True)
-            os.environ["_DBQUEUE_PRELOAD"] = ",".join(self.options.imports)
-            try:
-                process.start()
-            except (OSError, EOFError) as error:
-                orders_end.close()
-                answers_end.close()
-                self._failed(f"no child process can be started: {type(error).__name__}: {error}")
-                continue
-            finally:
-                del os.environ["_DBQUEUE_PRELOAD"]
-                orders.close()
-                answers.close()
-            os.set_blocking(orders_end.fileno(), False)
-            child = Child(process, orders_end, answers_end)
-            with self._lock:
-                self._children.append(child)
-            self._selector.register(answers_end, selectors.EVENT_READ, (child, self._hear))
-            self._selector.register(process.sentinel, selectors.EVENT_READ, (child, self._bury))
-
-    def _deliver(self) -> None:
-        while self._orders:
-            child, message = self._orders.popleft()
-            if child not in self._children:
-                continue
-            if message is None or isinstance(message, Order):
-                self._send(child, message)
-            elif child.work is not None and child.work.context.id == message.job_id:
-                child.after += self._send(child, message)
-
-    def _send(self, child: Child, message: Order | Cancel | None) -> int:
-        data = pickle.dumps(message)
-        child.outbox += data
+    def _send(self, child: Child, message: Order | None) -> None:
+        child.outbox += pickle.dumps(message)
         self._flush(child)
-        return len(data)
 
     def _flush(self, child: Child) -> None:
         """Writes what the pipe takes without waiting; the rest when it has room."""
-        registered = child.orders in self._selector.get_map()
         try:
             while child.outbox:
                 del child.outbox[: os.write(child.orders.fileno(), child.outbox)]
         except BlockingIOError:
-            if not registered:
-                self._selector.register(child.orders, selectors.EVENT_WRITE, (child, self._flush))
+            if child.orders not in self._pipes.get_map():
+                self._pipes.register(child.orders, selectors.EVENT_WRITE, (child, self._flush))
             return
         except OSError:  # it died; that is heard in a moment
             pass
-        if registered:
-            self._selector.unregister(child.orders)
+        if child.orders in self._pipes.get_map():
+            self._pipes.unregister(child.orders)
 
     def _hear(self, child: Child) -> None:
+        """Takes what it has said by now."""
         try:
-            answer = child.answers.recv()
-        except Exception:  # it died, or no longer talks as it should
-            self._bury(child)
+            while said := os.read(child.answers.fileno(), MOUTHFUL):
+                child.inbox += said
+                while (answer := _whole(child.inbox)) is not None:
+                    self._answered(child, answer)
+                if len(said) < MOUTHFUL:
+                    return
+        except BlockingIOError:
             return
+        except Exception as error:
+            log.debug("a child process does not talk as it should: %s", type(error).__name__)
+        # It ends, or is of no use: its process is seen to end.
+        self._pipes.unregister(child.answers)
+        if not child.gone and not (child.leaving and child.work is None):
+            child.kill()
+
+    def _answered(self, child: Child, answer: Any) -> None:
         if isinstance(answer, Beat):
             self._beaten(child, answer)
-            return
-        if not isinstance(answer, Ready):
-            self._ended(child, answer)
+        elif isinstance(answer, Answer):
+            self._take(child, answer)
         elif answer.failure is None:
             self._failures, child.ready = 0, True
         else:
             child.failure = answer.failure
-        self.ring()
 
     @staticmethod
     def _beaten(child: Child, beat: Beat) -> None:
@@ -376,7 +377,7 @@ class ProcessSlots:
         if context is not None and (context.id, context.attempt) == (beat.job_id, beat.attempt):
             context.beat()
 
-    def _ended(self, child: Child, answer: Answer) -> None:
+    def _take(self, child: Child, answer: Answer) -> None:
         most, memory = self.options.max_jobs, self.options.max_memory
         with self._lock:
             work, child.work = child.work, None
@@ -394,66 +395,107 @@ class ProcessSlots:
             self._send(child, None)
 
     def _bury(self, child: Child) -> None:
-        """Its process or its end of the pipe is gone: it died, or left as it was told to."""
-        with suppress(Exception):  # it may have died in the middle of a word
-            while child in self._children and child.answers.poll():  # what it said before
-                self._ended_or_ready(child, child.answers.recv())
+        """Its process is gone: it died, or left as it was told to."""
+        if child.answers in self._pipes.get_map():
+            self._hear(child)  # what it said before
         with self._lock:
             if child not in self._children:
                 return
             self._children.remove(child)
             work = child.work
-        if not child.leaving or work is not None:
-            child.kill()
-        child.process.join(STOP_PATIENCE)
-        code = child.process.exitcode
-        if work is not None and not work.abandoned:
-            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-            duration = time.monotonic() - child.started_at
-            kind, summary = (Kind.CRASHED, f"its process ended: {how}") if child.began else (Kind.RELEASED, None)
-            self._done.append(Outcome(work, State.PENDING, kind, summary, duration))
-        self._forget(child)
+            code = child.process.exitcode
+            if work is not None and not work.abandoned:
+                how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+                duration = time.monotonic() - child.started_at
+                kind, summary = (
+                    (Kind.CRASHED, f"its process ended: {how}") if child.began else (Kind.RELEASED, None)
+                )
+                self._done.append(Outcome(work, State.PENDING, kind, summary, duration))
+            self._forget(child)
         if not child.ready:
             self._failed(child.failure or f"child processes end before they are ready (exit code {code})")
-        self.ring()
-
-    def _ended_or_ready(self, child: Child, answer: Any) -> None:
-        if isinstance(answer, Answer):
-            self._ended(child, answer)
-        elif isinstance(answer, Ready):
-            child.ready, child.failure = answer.failure is None, answer.failure
+        self._ring_bell()
 
     def _forget(self, child: Child) -> None:
-        for file in (child.orders, child.answers, child.process.sentinel):
+        for file in (child.orders, child.answers):
             with suppress(KeyError, ValueError):
-                self._selector.unregister(file)
-        child.orders.close()
-        child.answers.close()
+                self._pipes.unregister(file)
+        for pipe in (child.orders, child.words, child.answers):
+            pipe.close()
 
     def _failed(self, why: str) -> None:
         self._failures += 1
         if self._failures >= START_TRIES and self.broken is None:
             self.broken = why
 
-    def _end_all(self) -> None:
-        """Idle children may end by themselves within a moment: their pipe is closed."""
-        with self._lock:
-            children, self._children[:] = list(self._children), []
-        for child in children:
-            if child.work is not None or not child.ready:
-                child.kill()
-            else:
-                self._send(child, None)
-        until = time.monotonic() + STOP_PATIENCE / 4
-        for child in children:
-            child.process.join(max(0.0, until - time.monotonic()))
+    # -- the thread that starts children and sees them end -------------------------------------------------------------
+
+    def _ring_bell(self) -> None:
+        with suppress(OSError):  # full, so it is heard anyway; or closed, so there is nobody to hear it
+            os.write(self._bell_end, b"!")
+
+    def _keep(self) -> None:
+        try:
+            while not self._closing:
+                self._fill()
+                for key, _ in self._processes.select():
+                    if key.data is None:
+                        os.read(self._bell, 4096)
+                    else:
+                        self._see_the_end_of(key.data)
+        except BaseException as error:
+            self.broken = f"{type(error).__name__} in the thread of the children"
+            log.exception("the thread of the children ended")
+        finally:
+            self.ring()
+
+    def _fill(self) -> None:
+        while len(self._children) < self.size and self.broken is None and not self._closing:
+            pipes = [self._context.Pipe(duplex=False) for _ in range(3)]
+            (orders, orders_end), (words, words_end), (answers_end, answers) = pipes
+            process = self._context.Process(
+                target=serve_child, args=(orders, words, answers, self.options), daemon=True
+            )
+            os.environ["_DBQUEUE_PRELOAD"] = ",".join(self.options.imports)
+            try:
+                process.start()
+            except (OSError, EOFError) as error:
+                for end in (orders_end, words_end, answers_end):
+                    end.close()
+                self._failed(f"no child process can be started: {type(error).__name__}: {error}")
+                continue
+            finally:
+                del os.environ["_DBQUEUE_PRELOAD"]
+                for end in (orders, words, answers):
+                    end.close()
+            for end in (orders_end, words_end, answers_end):
+                os.set_blocking(end.fileno(), False)
+            child = Child(process, orders_end, words_end, answers_end)
+            with self._lock:
+                self._children.append(child)
+            self._processes.register(process.sentinel, selectors.EVENT_READ, child)
+            self._pipes.register(answers_end, selectors.EVENT_READ, (child, self._hear))
+
+    def _see_the_end_of(self, child: Child) -> None:
+        self._processes.unregister(child.process.sentinel)
+        if not child.leaving or child.work is not None:
             child.kill()
-            child.process.join(STOP_PATIENCE)
-            self._forget(child)
-        self._selector.close()
-        os.close(self._bell)
-        bell_end, self._bell_end = self._bell_end, -1
-        os.close(bell_end)
+        child.process.join(STOP_PATIENCE)
+        child.gone = True
+        self._ended.append(child)
+        self.ring()
+
+
+def _whole(inbox: bytearray) -> Any:
+    """Takes the first message out, if all of it is there; else None."""
+    if len(inbox) < LENGTH.size:
+        return None
+    end = LENGTH.size + LENGTH.unpack_from(inbox)[0]
+    if len(inbox) < end:
+        return None
+    message = pickle.loads(memoryview(inbox)[LENGTH.size : end].tobytes())  # noqa: S301  # from our child
+    del inbox[:end]
+    return message
 
 
 def _is_idle(child: Child) -> bool:
@@ -511,24 +553,24 @@ def _target_of(found: Any) -> Any:
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def serve_child(orders: Connection, answers: Connection, options: ChildOptions) -> None:
+def serve_child(orders: Connection, words: Connection, answers: Connection, options: ChildOptions) -> None:
     """The child's life: import the application, then one job after the other until the parent says or ends."""
     with suppress(OSError):
         os.setpgid(0, 0)  # so that what its jobs start can be killed with it
-    for end in (orders, answers):
+    for end in (orders, words, answers):
         os.set_inheritable(end.fileno(), False)
     # Daemonic, so that the parent's exit never waits for it; but its jobs may have children of their own.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     _be_deaf_to_signals()
-    inbox: deque[Order] = deque()
     speaking = threading.Lock()
 
     def say(answer: Answer | Beat | Ready) -> None:
+        said = pickle.dumps(answer)
         with speaking:  # a job's threads may send heartbeats
-            answers.send(answer)
+            _write(answers.fileno(), LENGTH.pack(len(said)) + said)
 
-    arrived, current = threading.Semaphore(0), Current(say)
-    threading.Thread(target=_listen, args=(orders, inbox, arrived, current), daemon=True).start()
+    current = Current(say)
+    threading.Thread(target=_listen, args=(words, current), daemon=True).start()
     try:
         if options.setup is not None:
             options.setup()
@@ -539,19 +581,17 @@ def serve_child(orders: Connection, answers: Connection, options: ChildOptions) 
         say(Ready(f"the application cannot be imported in a child process: {type(error).__name__}: {text}"))
         raise
     say(Ready())
-    own = os.getpid()
-    while True:
-        arrived.acquire()
-        if not inbox:  # told to leave
-            _tear_down(options)
-            _flush_streams()
-            logging.shutdown()
-            os._exit(0)
-        answer = contextvars.Context().run(_run, inbox.popleft(), current)
+    own, measured, inbox = os.getpid(), options.max_memory is not None, _opened(orders)
+    while (order := _next(inbox)) is not None:
+        answer = contextvars.Context().run(_run, order, current)
         if os.getpid() != own:  # the job forked, and its child came back by the way of its parent
             os._exit(1)
         _flush_streams()
-        say(answer)
+        say(replace(answer, memory=memory_kib()) if measured else answer)
+    _tear_down(options)
+    _flush_streams()
+    logging.shutdown()
+    os._exit(0)
 
 
 def _tear_down(options: ChildOptions) -> None:
@@ -560,6 +600,26 @@ def _tear_down(options: ChildOptions) -> None:
             options.teardown()
     except BaseException:  # the application's; it ends all the same
         log.exception("a child process did not end well")
+
+
+def _write(file: int, data: bytes) -> None:
+    written = os.write(file, data)
+    while written < len(data):
+        written += os.write(file, data[written:])
+
+
+def _opened(pipe: Connection) -> BinaryIO:
+    return os.fdopen(os.dup(pipe.fileno()), "rb")
+
+
+def _next(pipe: BinaryIO) -> Any:
+    """The parent's next message."""
+    try:
+        return pickle.load(pipe)  # noqa: S301  # from the parent
+    except BaseException:  # the parent is gone, and with it whoever renews our lease
+        with suppress(OSError):
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
 
 
 def _be_deaf_to_signals() -> None:
@@ -595,32 +655,32 @@ def _flush_streams() -> None:
 
 @dataclass(eq=False)
 class Current:
+    """The job that runs, and the last one that was cancelled: either may be known first, as they come by different pipes."""
+
     say: Callable[[Beat], None]
     context: JobContext | None = None
+    cancelled: Cancel | None = None
+
+    def begin(self, order: Order) -> JobContext:
+        self.context = context = JobContext(order.job_id.bytes, order.target, order.attempt, order.max_attempts)
+        if self.cancelled == Cancel(order.job_id, order.attempt):
+            context.cancel()
+        return context
+
+    def cancel(self, cancelled: Cancel) -> None:
+        self.cancelled, context = cancelled, self.context
+        if context is not None and (context.id, context.attempt) == (cancelled.job_id, cancelled.attempt):
+            context.cancel()
 
 
-def _listen(orders: Connection, inbox: deque[Order], arrived: threading.Semaphore, current: Current) -> None:
-    stream: BinaryIO = os.fdopen(os.dup(orders.fileno()), "rb")
+def _listen(words: Connection, current: Current) -> None:
+    stream = _opened(words)
     while True:
-        try:
-            message = pickle.load(stream)  # noqa: S301  # from the parent
-        except BaseException:  # the parent is gone, and with it whoever renews our lease
-            with suppress(OSError):
-                os.killpg(os.getpid(), signal.SIGKILL)
-            os._exit(1)
-        if isinstance(message, Cancel):
-            context = current.context
-            if context is not None and (context.id, context.attempt) == (message.job_id, message.attempt):
-                context.cancel()
-            continue
-        if isinstance(message, Order):
-            current.context = JobContext(message.job_id.bytes, message.target, message.attempt, message.max_attempts)
-            inbox.append(message)
-        arrived.release()
+        current.cancel(_next(stream))
 
 
 def _run(order: Order, current: Current) -> Answer:
-    assert current.context is not None
+    context = current.begin(order)
     found: Any = None
     with suppress(ImportError, AttributeError):
         found = _at(importlib.import_module(order.module), order.attribute)
@@ -628,7 +688,7 @@ def _run(order: Order, current: Current) -> Answer:
         found = found(order.target)
     elif order.target.startswith(PREFIX) and callable(found):
         found = OutboxTarget(order.target, found, (order.module, order.attribute))
-        current.context.on_beat = partial(current.say, Beat(order.job_id, order.attempt))
+        context.on_beat = partial(current.say, Beat(order.job_id, order.attempt))
     found = _target_of(found)
     if not isinstance(found, Target) or found.name != order.target:
         return Answer(State.BLOCKED, Kind.UNKNOWN_TARGET, None, 0.0, None, False, 0)
@@ -636,7 +696,7 @@ def _run(order: Order, current: Current) -> Answer:
         order.job_id.bytes, ids.ZERO, None, order.target, None, order.payload, None, "", 0, 0, order.attempt, 0, order.max_attempts,
         None, 0, 0,
     )  # fmt: skip
-    work = Work(row, found, current.context, verdict=order.verdict, signal=order.signal, note=order.note)
+    work = Work(row, found, context, verdict=order.verdict, signal=order.signal, note=order.note)
     outcome = execute(work)
     return Answer(
         outcome.state,
@@ -644,8 +704,8 @@ def _run(order: Order, current: Current) -> Answer:
         outcome.summary,
         outcome.duration,
         outcome.delay,
-        current.context.noticed,
-        memory_kib(),
+        context.noticed,
+        0,
         outcome.payload,
         outcome.settled,
         outcome.report,

@@ -37,6 +37,8 @@ class Slots(Protocol):
     """Whether ``abandon`` ends the job: then a timeout needs no grace and no slot is lost to it."""
     broken: str | None
     """Why nothing can run any more; the worker ends."""
+    files: tuple[int, ...]
+    """Readable when ``collect`` has something to look at, beside its rings."""
 
     @property
     def idle(self) -> int: ...
@@ -57,6 +59,7 @@ class Slots(Protocol):
 class ThreadSlots:
     kills: ClassVar[bool] = False
     broken: str | None = None
+    files: tuple[int, ...] = ()
 
     def __init__(self, size: int, ring: Callable[[], None]) -> None:
         self.size, self._ring = size, ring

@@ -11,6 +11,7 @@ import math
 import select
 import socket
 import time
+from collections.abc import Sequence
 
 from dbqueue.database.wakeup import Sleeper
 
@@ -19,6 +20,8 @@ LONGEST = 60.0
 
 class Wake:
     def __init__(self) -> None:
+        self.also: tuple[int, ...] = ()
+        """Other files whose readiness ends a wait as a ring does; who waits looks at them himself."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -34,14 +37,17 @@ class Wake:
         """Returns whether the database had news. Raises the driver's error when the listening connection is gone."""
         until = time.monotonic() + min(max(0.0, seconds), LONGEST)
         own, number = self._reader.fileno(), None if sleeper is None else sleeper.fileno()
+        numbers = (own, *self.also) if number is None else (own, *self.also, number)
         if sleeper is not None and number is not None and sleeper.heard():
             return True  # it arrived in the middle of a statement of the sleeper's own: there is nothing left to read
         while True:
             left = max(0.0, until - time.monotonic())
             interval = None if sleeper is None else sleeper.interval
-            ready = _readable(own, number, left if interval is None else min(left, interval))
+            ready = _readable(numbers, left if interval is None else min(left, interval))
             if own in ready:
                 self._drain()
+                return False
+            if self.also and not set(self.also).isdisjoint(ready):
                 return False
             if sleeper is not None and (interval is not None or number in ready) and sleeper.heard():
                 return True
@@ -61,9 +67,8 @@ class Wake:
         self._writer.close()
 
 
-def _readable(own: int, other: int | None, seconds: float) -> list[int]:
+def _readable(numbers: Sequence[int], seconds: float) -> list[int]:
     """poll() and not select(), where the system has it: a process may have more than 1,024 open files."""
-    numbers = [own] if other is None else [own, other]
     if not hasattr(select, "poll"):
         return select.select(numbers, [], [], seconds)[0]
     poll = select.poll()

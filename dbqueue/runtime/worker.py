@@ -108,6 +108,7 @@ class Worker:
         self.health = Health(self.options.health_file, self.name, self.poll)
         self.wake = Wake()
         self.slots = self._make_slots(size)
+        self.wake.also = self.slots.files
         self.connection = Connection(
             self.database, self.name, self.queues, poll=self.poll, listen=not self.options.once,
             lease=self.lease / 1e6,

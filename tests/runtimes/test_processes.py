@@ -274,7 +274,7 @@ def test_an_application_that_cannot_be_imported_ends_the_worker(kids: Kids) -> N
 def test_slots_that_are_closed_at_once_leave_nothing_behind(database_url: str) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
         slots = ProcessSlots(2, lambda: None)
-        wait_for(lambda: slots.idle == 2)
+        wait_for(lambda: (slots.collect(), slots.idle)[1] == 2)
         family = [child.process.pid for child in slots._children]
         began = time.monotonic()
         assert slots.close(1.0)
@@ -288,12 +288,12 @@ def test_slots_that_are_closed_at_once_leave_nothing_behind(database_url: str) -
 def test_a_child_that_is_being_killed_gets_no_other_job(database_url: str) -> None:
     """Its job may end by itself at the very moment of its timeout; the next one would pay for it with an attempt."""
     slots = ProcessSlots(1, lambda: None)
-    wait_for(lambda: slots.idle == 1)
+    wait_for(lambda: (slots.collect(), slots.idle)[1] == 1)
     (child,) = slots._children
     work: Any = SimpleNamespace(abandoned=False)
     child.work = work
     slots.abandon(work)
     child.work = None
     assert slots.idle == 0 or slots._children[0] is not child
-    wait_for(lambda: slots.idle == 1 and slots._children[0] is not child)
+    wait_for(lambda: (slots.collect(), slots.idle)[1] == 1 and slots._children[0] is not child)
     assert slots.close(1.0)
