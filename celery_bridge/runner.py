@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -185,6 +185,10 @@ class Runner:
             if results.database_id != database.database_id:  # first the result, then the row
                 self._backend = None
 
+    @functools.cached_property
+    def _accepted(self) -> Any:
+        return self.app.conf.accept_content
+
     def targets(self) -> dict[str, ForeignTarget]:
         found = [AppTask(self, name, notice=notice) for name in self.app.tasks for notice in (False, True)]
         self.tasks = {target.name: target for target in found}
@@ -239,9 +243,7 @@ class Runner:
 
     def _request(self, task: Any, row: ClaimedRow) -> Request:
         again = row.attempt > 1 or row.lapses > 0
-        incoming = messages.incoming(
-            row.head or b"", row.payload, redelivered=again, accept=self.app.conf.accept_content
-        )
+        incoming = messages.incoming(row.head or b"", row.payload, redelivered=again, accept=self._accepted)
         return Request(incoming, app=self.app, hostname=self.hostname, task=task, connection_errors=())
 
     def _trace(self, task: Any, request: Request, work: Work) -> tuple[State, Kind | None, str | None, int | None]:
@@ -337,13 +339,14 @@ class _Ended:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._backend is not None:
-                self.record = stack.enter_context(self._backend.recording())
-            stack.enter_context(self.record.publishing(self._database.database_id))
-            token = _ending.set((self.record, self._database.database_id))
-            stack.callback(_ending.reset, token)
-            yield
+        database_id = self._database.database_id
+        into = nullcontext(self.record) if self._backend is None else self._backend.recording()
+        with into as self.record, self.record.publishing(database_id):
+            token = _ending.set((self.record, database_id))
+            try:
+                yield
+            finally:
+                _ending.reset(token)
 
     def write(self, settlement: Settlement) -> Fact:
         """Ends the row and writes the rest, or nothing of both: LOST, if the claim is somebody else's by now."""
@@ -382,8 +385,11 @@ def _body(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with recorded.apart(), _soft_limit():
-            return run(*args, **kwargs)
+        with recorded.apart():
+            if not _soft.get():
+                return run(*args, **kwargs)
+            with _soft_limit():
+                return run(*args, **kwargs)
 
     return call
 
@@ -572,7 +578,7 @@ class Served:
             prepare(self.app, self.hostname)
             if any(task.time_limit for task in self.app.tasks.values()):
                 log.warning("some tasks have a hard time limit, which threads cannot keep: -P processes ends them")
-        end = events.subscribe(self._tell)
+        end = events.subscribe(self._tell, but=(events.JobStarted, events.JobEnded))
         try:
             yield
         finally:

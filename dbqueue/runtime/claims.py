@@ -24,6 +24,8 @@ from dbqueue.targets import Target
 
 TIMEOUT_GRACE = 2.0
 """Seconds at most that a job gets between its cancel flag and the settling of its timeout."""
+LONG = 0.1
+"""Seconds of a job that is long, however long: a few short ones after it show that it was not a usual one."""
 BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 """Seconds until a settle that answered busy is asked again."""
 
@@ -41,6 +43,8 @@ class Claims:
         self._given_up: list[Held] = []
         self._to_bury: deque[Running] = deque()
         self.done = self.released = 0
+        self.usual = LONG
+        """Seconds that a job runs, as they were of late."""
         self.next_retry = NEVER
         """When the soonest retry settled since the last look is due: our own commit wakes nobody."""
 
@@ -64,6 +68,14 @@ class Claims:
 
     def to_settle(self, now: float) -> list[Running]:
         return [running for running in self._unsettled.values() if running.settle_at <= now]
+
+    def others_end_soon(self, now: float, within: float) -> bool:
+        """Whether no more than half of the claims have ended, and one that a slot works on should end ``within`` seconds, if it is a
+        usual one."""
+        if self.usual > within or 2 * len(self._unsettled) > len(self._running):
+            return False
+        since = now - 2 * within
+        return any(r.started_at > since and r.settlement is None for r in self._running.values())
 
     def to_renew(self, now: float) -> list[Running]:
         if now < self._look_at:
@@ -109,6 +121,7 @@ class Claims:
             running = self._running.get(outcome.work)
             if running is None or running.settlement is not None:
                 continue
+            self.usual = min(self.usual + (outcome.duration - self.usual) / 8, LONG)
             running.report = outcome.report
             if outcome.settled is not None:
                 self._settled_by_itself(running, outcome)

@@ -33,13 +33,15 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO, ClassVar
-from uuid import UUID
+
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from dbqueue import ids
 from dbqueue.database.tables import ClaimedRow, Fact
@@ -59,6 +61,7 @@ STOP_PATIENCE = 2.0
 LENGTH = struct.Struct("=I")
 """Before each answer of a child, since it is read in pieces."""
 MOUTHFUL = 65_536
+LEAVE = pickle.dumps(None)
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,13 @@ class Child:
         return not int.from_bytes(unread, sys.byteorder) and not self.outbox
 
 
-@dataclass(frozen=True)
-class Order:
-    """One job on its way to a child."""
+class Order(Struct, frozen=True, gc=False):
+    """One job on its way to a child. Orders and answers travel as plain tuples: pickling an object of ours costs eight times as much."""
 
     module: str
     attribute: str
     target: str
-    job_id: UUID
+    job_id: bytes
     attempt: int
     max_attempts: int
     payload: bytes
@@ -128,24 +130,34 @@ class Order:
     signal: int | None = None
     note: Any = None
 
+    def packed(self) -> bytes:
+        row = None if self.row is None else astuple(self.row)
+        return pickle.dumps((*astuple(self)[:7], row, self.verdict, self.signal, self.note))
 
-@dataclass(frozen=True)
-class Answer:
-    state: State
+    @staticmethod
+    def unpacked(told: Sequence[Any]) -> Order:
+        fields = list(told)
+        if fields[7] is not None:
+            fields[7] = ClaimedRow(*fields[7])
+        return Order(*fields)
+
+
+class Answer(Struct, frozen=True, gc=False):
+    state: int
     kind: Kind | None
     summary: str | None
     duration: float
     delay: int | None
     noticed: bool
-    memory: int
     payload: bytes | None = None
     settled: Fact | None = None
     report: Any = None
+    memory: int = 0
 
 
 @dataclass(frozen=True)
 class Cancel:
-    job_id: UUID
+    job_id: bytes
     attempt: int
 
 
@@ -153,7 +165,7 @@ class Cancel:
 class Beat:
     """A heartbeat of a delivery."""
 
-    job_id: UUID
+    job_id: bytes
     attempt: int
 
 
@@ -222,17 +234,28 @@ class ProcessSlots:
         target = work.target
         assert target is not None
         row = work.row
-        order = Order(*address(target), target.name, work.context.id, row.attempt, row.max_attempts, row.payload)
         if isinstance(target, ForeignTarget):
-            order = replace(order, payload=b"", row=row, verdict=work.verdict, signal=work.signal, note=work.note)
+            order = Order(
+                *target.address,
+                target.name,
+                row.id,
+                row.attempt,
+                row.max_attempts,
+                b"",
+                row,
+                work.verdict,
+                work.signal,
+                work.note,
+            )
+        else:
+            order = Order(*address(target), target.name, row.id, row.attempt, row.max_attempts, row.payload)
         with self._lock:
             child = next((child for child in self._children if _is_idle(child)), None)
             if child is None:
                 return False
             child.work, child.started_at = work, time.monotonic()
-        chosen, cancel = child, Cancel(order.job_id, order.attempt)
-        work.context.on_cancel = lambda: self._tell(chosen, cancel)
-        self._send(child, order)
+        work.context.on_cancel = partial(self._tell, child, row)
+        self._send(child, order.packed())
         return True
 
     def resize(self, size: int) -> None:
@@ -245,7 +268,7 @@ class ProcessSlots:
                     child.leaving = True
                     leaving.append(child)
         for child in leaving:
-            self._send(child, None)
+            self._send(child, LEAVE)
         self._ring_bell()
 
     @property
@@ -302,7 +325,7 @@ class ProcessSlots:
             if child.work is not None or not child.ready:
                 child.kill()
             else:
-                self._send(child, None)
+                self._send(child, LEAVE)
         until = time.monotonic() + STOP_PATIENCE / 4
         for child in children:
             child.process.join(max(0.0, until - time.monotonic()))
@@ -317,15 +340,16 @@ class ProcessSlots:
 
     # -- talking to the children, in the loop ------------------------------------------------------------------------
 
-    def _tell(self, child: Child, message: Cancel) -> None:
-        """From any thread. So short a message goes into the pipe as a whole, or not at all: then its child reads nothing any more."""
+    def _tell(self, child: Child, row: ClaimedRow) -> None:
+        """From any thread: its job is cancelled. So short a message goes into the pipe as a whole, or not at all: then its child reads
+        nothing any more."""
         with self._lock:
-            if child in self._children and child.work is not None and child.work.context.id == message.job_id:
+            if child in self._children and child.work is not None and child.work.row is row:
                 with suppress(OSError):
-                    os.write(child.words.fileno(), pickle.dumps(message))
+                    os.write(child.words.fileno(), pickle.dumps(Cancel(row.id, row.attempt)))
 
-    def _send(self, child: Child, message: Order | None) -> None:
-        child.outbox += pickle.dumps(message)
+    def _send(self, child: Child, message: bytes) -> None:
+        child.outbox += message
         self._flush(child)
 
     def _flush(self, child: Child) -> None:
@@ -361,10 +385,10 @@ class ProcessSlots:
             child.kill()
 
     def _answered(self, child: Child, answer: Any) -> None:
-        if isinstance(answer, Beat):
+        if isinstance(answer, tuple):
+            self._take(child, Answer(*answer))
+        elif isinstance(answer, Beat):
             self._beaten(child, answer)
-        elif isinstance(answer, Answer):
-            self._take(child, answer)
         elif answer.failure is None:
             self._failures, child.ready = 0, True
         else:
@@ -373,9 +397,9 @@ class ProcessSlots:
     @staticmethod
     def _beaten(child: Child, beat: Beat) -> None:
         """It may come from a thread that outlived its job."""
-        context = child.work.context if child.work is not None else None
-        if context is not None and (context.id, context.attempt) == (beat.job_id, beat.attempt):
-            context.beat()
+        work = child.work
+        if work is not None and (work.row.id, work.row.attempt) == (beat.job_id, beat.attempt):
+            work.context.beat()
 
     def _take(self, child: Child, answer: Answer) -> None:
         most, memory = self.options.max_jobs, self.options.max_memory
@@ -389,10 +413,10 @@ class ProcessSlots:
             work.context.noticed = answer.noticed
             a = answer
             self._done.append(
-                Outcome(work, a.state, a.kind, a.summary, a.duration, a.delay, a.payload, a.settled, a.report)
+                Outcome(work, State(a.state), a.kind, a.summary, a.duration, a.delay, a.payload, a.settled, a.report)
             )
         if child.leaving:
-            self._send(child, None)
+            self._send(child, LEAVE)
 
     def _bury(self, child: Child) -> None:
         """Its process is gone: it died, or left as it was told to."""
@@ -407,9 +431,7 @@ class ProcessSlots:
             if work is not None and not work.abandoned:
                 how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
                 duration = time.monotonic() - child.started_at
-                kind, summary = (
-                    (Kind.CRASHED, f"its process ended: {how}") if child.began else (Kind.RELEASED, None)
-                )
+                kind, summary = (Kind.CRASHED, f"its process ended: {how}") if child.began else (Kind.RELEASED, None)
                 self._done.append(Outcome(work, State.PENDING, kind, summary, duration))
             self._forget(child)
         if not child.ready:
@@ -565,7 +587,7 @@ def serve_child(orders: Connection, words: Connection, answers: Connection, opti
     speaking = threading.Lock()
 
     def say(answer: Answer | Beat | Ready) -> None:
-        said = pickle.dumps(answer)
+        said = pickle.dumps(astuple(answer) if isinstance(answer, Answer) else answer)
         with speaking:  # a job's threads may send heartbeats
             _write(answers.fileno(), LENGTH.pack(len(said)) + said)
 
@@ -583,11 +605,11 @@ def serve_child(orders: Connection, words: Connection, answers: Connection, opti
     say(Ready())
     own, measured, inbox = os.getpid(), options.max_memory is not None, _opened(orders)
     while (order := _next(inbox)) is not None:
-        answer = contextvars.Context().run(_run, order, current)
+        answer = contextvars.Context().run(_run, Order.unpacked(order), current, measured)
         if os.getpid() != own:  # the job forked, and its child came back by the way of its parent
             os._exit(1)
         _flush_streams()
-        say(replace(answer, memory=memory_kib()) if measured else answer)
+        say(answer)
     _tear_down(options)
     _flush_streams()
     logging.shutdown()
@@ -662,14 +684,14 @@ class Current:
     cancelled: Cancel | None = None
 
     def begin(self, order: Order) -> JobContext:
-        self.context = context = JobContext(order.job_id.bytes, order.target, order.attempt, order.max_attempts)
-        if self.cancelled == Cancel(order.job_id, order.attempt):
+        self.context = context = JobContext(order.job_id, order.target, order.attempt, order.max_attempts)
+        if self.cancelled is not None and self.cancelled == Cancel(order.job_id, order.attempt):
             context.cancel()
         return context
 
     def cancel(self, cancelled: Cancel) -> None:
         self.cancelled, context = cancelled, self.context
-        if context is not None and (context.id, context.attempt) == (cancelled.job_id, cancelled.attempt):
+        if context is not None and (context.id.bytes, context.attempt) == (cancelled.job_id, cancelled.attempt):
             context.cancel()
 
 
@@ -679,7 +701,7 @@ def _listen(words: Connection, current: Current) -> None:
         current.cancel(_next(stream))
 
 
-def _run(order: Order, current: Current) -> Answer:
+def _run(order: Order, current: Current, measured: bool) -> Answer:
     context = current.begin(order)
     found: Any = None
     with suppress(ImportError, AttributeError):
@@ -691,25 +713,17 @@ def _run(order: Order, current: Current) -> Answer:
         context.on_beat = partial(current.say, Beat(order.job_id, order.attempt))
     found = _target_of(found)
     if not isinstance(found, Target) or found.name != order.target:
-        return Answer(State.BLOCKED, Kind.UNKNOWN_TARGET, None, 0.0, None, False, 0)
+        return Answer(int(State.BLOCKED), Kind.UNKNOWN_TARGET, None, 0.0, None, False)
     row = order.row or ClaimedRow(
-        order.job_id.bytes, ids.ZERO, None, order.target, None, order.payload, None, "", 0, 0, order.attempt, 0, order.max_attempts,
+        order.job_id, ids.ZERO, None, order.target, None, order.payload, None, "", 0, 0, order.attempt, 0, order.max_attempts,
         None, 0, 0,
     )  # fmt: skip
     work = Work(row, found, context, verdict=order.verdict, signal=order.signal, note=order.note)
     outcome = execute(work)
     return Answer(
-        outcome.state,
-        outcome.kind,
-        outcome.summary,
-        outcome.duration,
-        outcome.delay,
-        context.noticed,
-        0,
-        outcome.payload,
-        outcome.settled,
-        outcome.report,
-    )
+        int(outcome.state), outcome.kind, outcome.summary, outcome.duration, outcome.delay, context.noticed, outcome.payload,
+        outcome.settled, outcome.report, memory_kib() if measured else 0,
+    )  # fmt: skip
 
 
 def memory_kib() -> int:

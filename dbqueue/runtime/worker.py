@@ -71,6 +71,8 @@ SOME_REVOKED = 100
 SHORTEST_HISTORY = 60.0
 """Seconds that even a switched-off history keeps succeeded jobs: a settle whose COMMIT answer was lost must be told
 "already"."""
+LINGER_MOST = 0.005
+"""Seconds at most that a turn waits for jobs which should end in a moment."""
 BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 """Seconds until the next try when the whole database is busy: SQLite's write lock, a deadlock."""
 BUSY_TOLD = 2.0
@@ -124,6 +126,7 @@ class Worker:
         self._backlog, self._drained = True, False
         self._claim_at = self._claim_after = self._turn_after = 0.0
         self._claims_made = 0
+        self._linger_until = self._turn_takes = 0.0
         self._busy_pause = BUSY_FIRST
         self._careful = False
         self._bells: tuple[str, ...] = ()
@@ -326,7 +329,7 @@ class Worker:
             times.append(self.upkeep.next_at)
             if self._capacity:
                 times.append(self._claim_after if self._backlog else max(self._claim_at, self._claim_after))
-        next_at = max(min(times), self._turn_after) if connected else times[0]
+        next_at = max(min(times), self._turn_after, self._linger_until) if connected else times[0]
         next_at = min(next_at, self.connection.next_at, self.stopping.next_at, self.health.next_at)
         return max(0.0, next_at - time.monotonic())
 
@@ -360,11 +363,23 @@ class Worker:
         if self._careful:
             self._one_by_one(settling, renewing, now)
             return
+        if settling and not renewing and self._lingers(now):
+            return
+        self._linger_until = 0.0
         claim = self._claim_request(now, bool(settling))
         if settling or renewing or claim is not None:
             result = self._exchange(settling, renewing, claim, now)
             if claim is not None:
                 self._started(claim, result, now)
+
+    def _lingers(self, now: float) -> bool:
+        """A turn for two jobs costs little more than one for one of them. So it waits for those that should end before half of it were
+        over; slow jobs wait for nobody, nor does anybody wait for them."""
+        moment = min(self._turn_takes / 2, LINGER_MOST)
+        if self.stopping.begun or not self.claims.others_end_soon(now, moment):
+            return False
+        self._linger_until = self._linger_until or now + moment
+        return now < self._linger_until
 
     def _exchange(
         self, settling: Sequence[Running], renewing: Sequence[Running], claim: ClaimRequest | None, now: float
@@ -378,6 +393,7 @@ class Worker:
         try:
             with self.database.errors():
                 result = self.dialect.turn(session, turn)
+                self._turn_takes += (time.monotonic() - now - self._turn_takes) / 8
                 self._revoked = set()
                 if asks and result.claimed:
                     self._revoked = self._ask_revoked(session, result)
