@@ -508,6 +508,43 @@ class WorkerOnCelery(CeleryOn):
         os.execv(sys.executable, [sys.executable, *command])
 
 
+class BridgeOn(Dbqueue):
+    """Celery's call sites without Celery, on the threads of `dbqueue worker`; the variant is their number."""
+
+    name = "bridge"
+    variants = ("16",)
+
+    def queue(self, **options: Any) -> tuple[Any, Any]:
+        from celery_bridge import Bridge
+        from dbqueue import DBQueue
+
+        queue = DBQueue(self.url(), **options)
+        counter: list[Tally] = []
+        self.counter = counter
+
+        @Bridge(queue).task(name="noop")
+        def noop(text: str, sent: int) -> None:
+            counter[0].hit(sent)
+
+        return queue, noop
+
+    def fill(self, n: int) -> None:
+        import dbqueue
+
+        queue, noop = self.queue()
+        with queue.database.transaction() as session, dbqueue.using(session.connection):
+            for _ in range(n):
+                noop.delay(PAYLOAD, 0)
+
+    def open(self) -> Callable[[int], object]:
+        _, noop = self.queue()
+        return lambda sent: noop.delay(PAYLOAD, sent)
+
+
+class BridgeOnSqlite(BridgeOn, DbqueueSqlite):
+    name = "bridge-sqlite"
+
+
 def connect() -> Any:
     import psycopg
 
@@ -528,7 +565,7 @@ def wipe(name: str) -> None:
 SYSTEMS: dict[str, System] = {
     s.name: s
     for s in (
-        Dbqueue(), DbqueueSqlite(), Floor(), PgQueuer(), Procrastinate(), HueySqlite(), HueyRedis(),
+        Dbqueue(), DbqueueSqlite(), BridgeOn(), BridgeOnSqlite(), Floor(), PgQueuer(), Procrastinate(), HueySqlite(), HueyRedis(),
         CeleryOn("celery-redis", "redis", "{BENCH_REDIS}"),
         CeleryOn("celery-rabbitmq", "rabbitmq", "{BENCH_AMQP}"),
         CeleryOn("celery-dbqueue", "postgresql", "dbqueue+{BENCH_PG}"),

@@ -147,8 +147,8 @@ class ThreadSlots:
         """Ends the idle threads; returns whether all have ended. The others are daemons and end with the process."""
         with self._lock:
             self._closing = True
-            for bell in self._parked:
-                bell.release()
+            while self._parked:  # each once: this may be called again before the threads have woken
+                self._parked.pop().release()
         until = time.monotonic() + patience
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

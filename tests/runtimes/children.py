@@ -24,6 +24,7 @@ from typing import Any
 import psycopg
 
 from dbqueue import Bury, DBQueue, JobError, RetryLater, current_job, settings, using
+from dbqueue.errors import GoOn
 from dbqueue.runtime import running, worker
 from tests.runtimes.jobs import end_with_parent, note
 from tests.waiting import wait_for
@@ -85,6 +86,8 @@ def act(do: Do) -> None:
         raise KeyError("4111 1111")
     elif do.what == "leak":
         hoard.append(b"x" * 100_000_000)
+    elif do.what == "grow":
+        raise GoOn("not yet", plain.schema.encode(Do("digest", "y" * int(do.arg))), delay=0)
     elif do.what == "digest":
         note(FOLDER, hashlib.sha256(do.arg.encode()).hexdigest())
     elif do.what == "pool":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dbqueue import ConfigError, DBQueue, events
+from dbqueue.database.tables import Turn, TurnResult
 from dbqueue.runtime.worker import Worker, WorkerOptions
 from dbqueue.targets import Target
 from tests.runtimes.lab import Process, RunningWorker, Told, drained, in_thread, record, wait_all, wait_state
@@ -65,6 +66,64 @@ def test_no_job_waits_in_memory(queue: DBQueue, told: Told) -> None:
             turns[n].set()
         wait_all(queue, lambda counts: counts == {"succeeded": 10})
     assert started == list(range(10))
+
+
+class Distant:
+    """A database whose turns take ``seconds``, and what each of them settled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, queue: DBQueue, seconds: float) -> None:
+        self.settled: list[int] = []
+        turn = queue.database.dialect.turn
+
+        def slow(session: Any, asked: Turn) -> TurnResult:
+            threading.Event().wait(seconds)
+            if asked.settlements:
+                self.settled.append(len(asked.settlements))
+            return turn(session, asked)
+
+        monkeypatch.setattr(queue.database.dialect, "turn", slow)
+
+
+@pytest.mark.req("D11")
+def test_short_jobs_share_a_turn_and_wait_for_no_long_one(queue: DBQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn would settle the one job that ended first, while the other one ends behind it."""
+    go = threading.Event()
+    turns = Distant(monkeypatch, queue, 0.02)
+
+    @queue.job(max_attempts=1, timeout=20)
+    def job(number: Number) -> None:
+        if number.n == 0:
+            assert go.wait(15)
+        elif number.n % 2:
+            threading.Event().wait(0.001)
+
+    for n in range(41):
+        job.enqueue(Number(n))
+    with in_thread(queue, slots=3):
+        wait_all(queue, lambda counts: counts == {"succeeded": 40, "running": 1})
+        go.set()
+        wait_all(queue, lambda counts: counts == {"succeeded": 41})
+    assert sum(turns.settled) == 41
+    assert len(turns.settled) < 33, turns.settled
+
+
+@pytest.mark.req("D11")
+def test_jobs_that_are_not_short_wait_for_nobody(queue: DBQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    lingered: list[bool] = []
+    Distant(monkeypatch, queue, 0.02)
+
+    @queue.job(max_attempts=1, timeout=20)
+    def job(number: Number) -> None:
+        threading.Event().wait(0.007 + 0.001 * (number.n % 2))
+
+    for n in range(24):
+        job.enqueue(Number(n))
+    with in_thread(queue, slots=2) as running:
+        lingers = running.worker._lingers
+        monkeypatch.setattr(running.worker, "_lingers", lambda now: lingered.append(lingers(now)) or lingered[-1])
+        wait_all(queue, lambda counts: counts == {"succeeded": 24})
+    assert lingered
+    assert not any(lingered)
 
 
 @pytest.mark.req("D3", "D11")

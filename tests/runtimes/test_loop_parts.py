@@ -19,6 +19,7 @@ from dbqueue.payload import schema_of
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.execute import Outcome, Work
 from dbqueue.runtime.options import WorkerOptions
+from dbqueue.runtime.processes import Cancel, Current, Order
 from dbqueue.runtime.slots import ThreadSlots
 from dbqueue.runtime.stopping import Stopping
 from dbqueue.runtime.wake import Wake
@@ -140,6 +141,27 @@ def test_a_thread_that_ends_after_the_worker_rings_nobody() -> None:
         os.read(reader, 1)
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.req("D14")
+@pytest.mark.parametrize("first", ["order", "word"])
+def test_a_child_hears_of_a_cancelled_job_whichever_pipe_is_read_first(first: str) -> None:
+    """And not of another one's end, nor of an earlier attempt's."""
+    current, job, other = Current(lambda beat: None), ids.new_id(), ids.new_id()
+    order = Order("module", "attribute", "t", job, 2, 3, b"")
+    for late in (Cancel(other, 2), Cancel(job, 1)):
+        current.cancel(late)
+        assert not current.begin(order).is_cancelled
+        current.cancel(late)
+        assert current.context is not None
+        assert not current.context.is_cancelled
+    if first == "word":
+        current.cancel(Cancel(job, 2))
+        assert current.begin(order).is_cancelled
+    else:
+        context = current.begin(order)
+        current.cancel(Cancel(job, 2))
+        assert context.is_cancelled
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------

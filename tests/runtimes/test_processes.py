@@ -98,6 +98,7 @@ def test_what_a_job_says_crosses_the_pipe(kids: Kids) -> None:
     }
     large = "x" * (1_048_576 - 100)
     does = [kids.add("plain", what) for what in ("pool", "terminate", "context", "context", "enqueue")]
+    grows = kids.add("plain", "grow", "1000000")
     does += [kids.add("plain", "digest", large), kids.add("coroutine", "async")]
     assert {kids.ended(job)[:2] for job in does} == {("succeeded", 1)}, worker.log
     for what in (
@@ -107,8 +108,10 @@ def test_what_a_job_says_crosses_the_pipe(kids: Kids) -> None:
         "alone",
         "joined",
         hashlib.sha256(large.encode()).hexdigest(),
+        hashlib.sha256(b"y" * 1_000_000).hexdigest(),
     ):
         assert len(kids.noted(what)) == 1, what
+    assert kids.ended(grows)[:2] == ("succeeded", 2), "its answer is larger than a pipe"
     assert len(notes(kids.folder, "nothing")) == 2, "what one job set in its context, the next one saw"
     assert len({line.pid for line in notes(kids.folder)}) == 1, "one child did it all"
 
