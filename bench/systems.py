@@ -497,14 +497,15 @@ bench_app: Any = None
 
 
 class WorkerOnCelery(CeleryOn):
-    """`dbqueue worker -A`, which runs the tasks of the same app, without results; the variant is its children."""
+    """`dbqueue worker -A`, which runs the tasks of the same app, without results; the variant is its children or its threads."""
 
-    variants = ("prefork2", "prefork4")
+    variants = ("prefork2", "prefork4", "threads16")
 
     def work(self, variant: str, slot: int) -> None:
-        children = variant.removeprefix("prefork")
+        pool = "threads" if variant.startswith("threads") else "processes"
+        slots = variant.removeprefix("threads").removeprefix("prefork")
         os.environ["BENCH_APP"] = self.name
-        command = ["-m", "dbqueue", "worker", "-A", "bench.systems:bench_app", "-c", children, "-l", "error"]
+        command = ["-m", "dbqueue", "worker", "-A", "bench.systems:bench_app", "-P", pool, "-c", slots, "-l", "error"]
         os.execv(sys.executable, [sys.executable, *command])
 
 

@@ -63,9 +63,19 @@ def body_of(message: dict[str, Any]) -> bytes:
     return body.encode() if isinstance(body, str) else bytes(body)
 
 
+def _told(head: bytes) -> Any:
+    """What stands in a head. Raises ValueError. Kombu's own types are written as objects with this name in them."""
+    if b'"__type__"' not in head:
+        try:
+            return msgspec.json.decode(head)
+        except msgspec.MsgspecError:  # what the other reader may take all the same: NaN, a lone surrogate
+            pass
+    return loads(head.decode())
+
+
 def payload_of(head: bytes, body: bytes, tag: int, *, redelivered: bool) -> dict[str, Any]:
     """What ``virtual.Message`` is made of."""
-    told = loads(head.decode())
+    told = _told(head)
     info = {"exchange": told["exchange"], "routing_key": told["routing_key"], "redelivered": redelivered}
     if (priority := told["properties"].get("priority")) is not None:
         info["priority"] = priority
@@ -83,16 +93,6 @@ def target_of(task: str) -> str:
 def notice_target_of(task: str) -> str:
     """The same of notices that one was revoked."""
     return f"{NOTICE}.{task}"[:MAX_NAME]
-
-
-def _told(head: bytes) -> Any:
-    """A head that is only looked at. Raises ValueError. Kombu's own types are written as objects with this name in them."""
-    if b'"__type__"' not in head:
-        try:
-            return msgspec.json.decode(head)
-        except msgspec.MsgspecError:  # what the other reader may take all the same: NaN, a lone surrogate
-            pass
-    return loads(head.decode())
 
 
 def incoming(head: bytes, body: bytes, *, redelivered: bool, accept: Any) -> Message:

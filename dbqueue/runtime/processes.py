@@ -101,6 +101,8 @@ class Child:
 
     def kill(self) -> None:
         """With everything that its job started, unless that left the child's process group."""
+        if self.gone:
+            return
         with suppress(OSError):  # it has not made its group yet, or is gone
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(OSError):
@@ -381,7 +383,7 @@ class ProcessSlots:
             log.debug("a child process does not talk as it should: %s", type(error).__name__)
         # It ends, or is of no use: its process is seen to end.
         self._pipes.unregister(child.answers)
-        if not child.gone and not (child.leaving and child.work is None):
+        if child.work is not None or not child.leaving:
             child.kill()
 
     def _answered(self, child: Child, answer: Any) -> None:
@@ -500,7 +502,7 @@ class ProcessSlots:
 
     def _see_the_end_of(self, child: Child) -> None:
         self._processes.unregister(child.process.sentinel)
-        if not child.leaving or child.work is not None:
+        if child.work is not None or not child.leaving:
             child.kill()
         child.process.join(STOP_PATIENCE)
         child.gone = True
