@@ -24,7 +24,7 @@ from dbqueue.targets import Target
 
 TIMEOUT_GRACE = 2.0
 """Seconds at most that a job gets between its cancel flag and the settling of its timeout."""
-LONG = 0.1
+LONG = 0.01
 """Seconds of a job that is long, however long: a few short ones after it show that it was not a usual one."""
 BUSY_FIRST, BUSY_MOST = 0.002, 0.1
 """Seconds until a settle that answered busy is asked again."""
@@ -121,7 +121,7 @@ class Claims:
             running = self._running.get(outcome.work)
             if running is None or running.settlement is not None:
                 continue
-            self.usual = min(self.usual + (outcome.duration - self.usual) / 8, LONG)
+            self.usual = min(self.usual + (outcome.duration - self.usual) / 4, LONG)
             running.report = outcome.report
             if outcome.settled is not None:
                 self._settled_by_itself(running, outcome)

@@ -97,14 +97,14 @@ def test_short_jobs_share_a_turn_and_wait_for_no_long_one(queue: DBQueue, monkey
         elif number.n % 2:
             threading.Event().wait(0.001)
 
-    for n in range(41):
+    for n in range(81):
         job.enqueue(Number(n))
     with in_thread(queue, slots=3):
-        wait_all(queue, lambda counts: counts == {"succeeded": 40, "running": 1})
+        wait_all(queue, lambda counts: counts == {"succeeded": 80, "running": 1})
         go.set()
-        wait_all(queue, lambda counts: counts == {"succeeded": 41})
-    assert sum(turns.settled) == 41
-    assert len(turns.settled) < 33, turns.settled
+        wait_all(queue, lambda counts: counts == {"succeeded": 81})
+    assert sum(turns.settled) == 81
+    assert len(turns.settled) < 65, turns.settled
 
 
 @pytest.mark.req("D11")
