@@ -563,7 +563,11 @@ class Postgres:
                 result.whole = what == "sweep"
                 if result.whole:
                     session.marks.swept("claim", began)
-                elif len(result.claimed) < step_limit(turn.claim.limit) and session.marks.may_look("claim"):
+                elif (
+                    len(result.claimed) < step_limit(turn.claim.limit)
+                    and not (turn.prompt and result.claimed)
+                    and session.marks.may_look("claim")
+                ):
                     self._look_again(session, turn.claim, result)
         return result
 

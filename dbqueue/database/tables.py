@@ -274,6 +274,8 @@ class Turn:
     claim: ClaimRequest | None = None
     looks: Sequence[tuple[str, Mapping[str, Any]]] = ()
     """Statements that read, to be answered in the same round trip, after the claim (``TurnResult.more``)."""
+    prompt: bool = False
+    """What it claims is wanted at once: there is no second look for more before it is told."""
 
 
 @dataclass

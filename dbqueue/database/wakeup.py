@@ -50,6 +50,10 @@ class Sleeper(Protocol):
 
     def fileno(self) -> int | None: ...
     def heard(self) -> bool: ...
+
+    def rung(self) -> set[str] | None:
+        """The names that were rung since the last call, of those it listens to; None: that cannot be told."""
+
     def announce(self) -> None: ...
     def look(self) -> None: ...
     def wake(self) -> None: ...
@@ -87,6 +91,9 @@ class DataVersion:
             self._news_at = time.monotonic()
         return changed
 
+    def rung(self) -> None:
+        """A file has one version."""
+
     def announce(self) -> None: ...
     def look(self) -> None: ...
     def wake(self) -> None: ...
@@ -107,6 +114,8 @@ class Listener:
         self._keys: list[int] = []
         self.announced = self.settled = False
         self._since = 0
+        self._names: dict[bytes, str] = {}
+        self._rung: set[str] = set()
         self._heard = False
         try:
             self.also(queues)
@@ -118,8 +127,10 @@ class Listener:
         """Hears of these too; the sleep is to be announced anew."""
         self.wake()
         rows = self._run(KEYS, {"queues": list(queues), "salt": self._salt})
-        for _, key in rows:
-            self._run(f'LISTEN "dbqueue_{int(key) & 0xFFFFFFFFFFFFFFFF:x}"')
+        for name, key in rows:
+            channel = f"dbqueue_{int(key) & 0xFFFFFFFFFFFFFFFF:x}"
+            self._names[channel.encode()] = name
+            self._run(f'LISTEN "{channel}"')
         self._keys += [int(key) for queue, key in rows if not queue.startswith(BELL)]
 
     def _run(self, statement: str, params: Mapping[str, Any] | None = None) -> list[tuple[str, ...]]:
@@ -142,8 +153,7 @@ class Listener:
         result = results[-1]
         if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
             raise errors.error_from_result(result)
-        while wire.notifies():  # it came in the middle of the statement: ``heard`` would not find it on the wire
-            self._heard = True
+        self._take_notices()  # what came in the middle of the statement ``heard`` would not find on the wire
         return [
             tuple(result.get_value(row, column).decode() for column in range(result.nfields))
             for row in range(result.ntuples)
@@ -152,13 +162,20 @@ class Listener:
     def fileno(self) -> int | None:
         return int(self._connection.fileno())
 
+    def _take_notices(self) -> None:
+        while (notice := self._connection.pgconn.notifies()) is not None:
+            self._heard = True
+            self._rung.add(self._names[notice.relname])
+
     def heard(self) -> bool:
-        wire = self._connection.pgconn
-        wire.consume_input()
+        self._connection.pgconn.consume_input()
+        self._take_notices()
         heard, self._heard = self._heard, False
-        while wire.notifies():
-            heard = True
         return heard
+
+    def rung(self) -> set[str]:
+        rung, self._rung = self._rung, set()
+        return rung
 
     def announce(self) -> None:
         """One try for the locks, and no waiting: a producer may hold one for a moment, or for ever if it died inside its statement.

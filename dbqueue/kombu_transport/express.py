@@ -73,6 +73,11 @@ class Express:
             self._missed = False
             self.ring()
 
+    def expect(self) -> None:
+        """There is something to claim: left to the loop, which turns at once unless it is blocked."""
+        self._ticked_at = time.monotonic()
+        self.ring()
+
     # -- the loop's side ---------------------------------------------------------------------------------------------
 
     def tick(self) -> None:

@@ -62,6 +62,14 @@ class Ledger:
     def settling(self) -> int:
         return len(self._settling)
 
+    def has_only_acks(self, most: int) -> bool:
+        """Whether what is to be written are acks, and not more than ``most``: nobody waits for them."""
+        with self._lock:
+            ended = self._settling.values()
+            return len(ended) <= most and all(
+                d.settlement is not None and d.settlement.state is State.ACKED for d in ended
+            )
+
     def known(self) -> list[Held]:
         """Claims whose rows may rightly say that this process has them."""
         with self._lock:

@@ -38,6 +38,7 @@ from dbqueue.database.dialect import OwnSession, Session
 from dbqueue.database.engine import Database, denial
 from dbqueue.database.postgres import Postgres
 from dbqueue.database.tables import ClaimedRow, ClaimRequest, Fact, Held, NewJob, Turn, TurnResult
+from dbqueue.database.wakeup import BELL
 from dbqueue.errors import ConfigError, ConnectionLost, DatabaseBusy, QueueError
 from dbqueue.kombu_transport import ledger as ends
 from dbqueue.kombu_transport import recorded
@@ -62,6 +63,8 @@ T = TypeVar("T")
 FACTS_FOR = 10.0
 """Seconds for which what was declared about a queue is remembered."""
 GATHER = 0.001
+FEW, MOMENT = 64, 0.005
+"""Acks that may be held back, and for how many seconds."""
 MOST_CLAIMED = 64
 MOST_LAPSES = 20
 """Leases lost in the hands of consumers, after which a message is dead: it kills whoever takes it."""
@@ -516,11 +519,15 @@ class Station:
         else:
             self._elsewhere(tuple(names))
 
-    def _heard(self) -> None:
+    def _heard(self, rung: set[str] | None = None) -> None:
+        """``rung``: the names, if that is known: a message for one queue is no reason to look into all, nor for letters."""
         for channel in self._inboxes():
-            self._backlog[channel.key] = True
-        self._mail_at = 0.0
-        self._upkeep.soon()
+            if rung is None or not rung.isdisjoint(channel.queues()):
+                self._backlog[channel.key] = True
+        if rung is None or any(name.startswith(BELL) for name in rung):
+            self._mail_at = 0.0
+        # Not before the claim of an event loop: of what it rang for, that one finds nearly all.
+        self._upkeep.soon(0.0 if self._express is None else time.monotonic() + GUARD)
 
     def _round(self) -> bool:
         """A turn, and the letters; handed over in the order in which one process has published them: a revoke goes before a task that
@@ -581,6 +588,7 @@ class Station:
                 self._exchange(self._request([], renewing, None, None, now))
             return False
         self._gather()
+        self._gathers_since = None
         settling, renewing = self.ledger.to_settle(now), self.ledger.to_renew(now)
         if self._careful:
             self._one_by_one(settling, renewing)
@@ -597,15 +605,32 @@ class Station:
     def has_request(self) -> bool:
         """A quick look, for the event loop."""
         ended, now = self.ledger.settling, time.monotonic()
-        if ended and self._can_wait(ended):
-            if self._gathers_since is None:
-                self._gathers_since = now
-            return now - self._gathers_since >= GUARD
-        return ended > 0 or any(self._may_claim(channel, now) for channel in self._inboxes())
+        if not ended:
+            self._gathers_since = None
+            return self._wants_claim(now)
+        if self._can_wait(ended):
+            return not self._are_fresh(now, GUARD)
+        return not self._hold_back(now)
+
+    def _are_fresh(self, now: float, seconds: float) -> bool:
+        """Whether the first of the acks that wait came just now."""
+        if self._gathers_since is None:
+            self._gathers_since = now
+        return now - self._gathers_since < seconds
+
+    def _hold_back(self, now: float) -> bool:
+        """Whether the acks may wait although there is no backlog, for the next claim to take them along. That of a task that is just
+        beginning would be on its way to the disk when its result comes, which would then wait for the disk twice."""
+        return self._are_fresh(now, MOMENT) and self.ledger.has_only_acks(FEW) and not self._wants_claim(now)
+
+    def _wants_claim(self, now: float) -> bool:
+        return any(self._may_claim(channel, now) for channel in self._inboxes())
 
     def next_request(self, now: float) -> Request | None:
         """What the event loop is to ask for, with ``at_work`` held."""
         if self._careful or now < self._not_before:
+            return None
+        if self._hold_back(now):
             return None
         self._gathers_since = None
         settling = self.ledger.to_settle(now)
@@ -619,6 +644,7 @@ class Station:
     ) -> Request:  # fmt: skip
         settlements = [delivery.settlement for delivery in settling if delivery.settlement is not None]
         turn = Turn(settlements, [delivery.held for delivery in renewing], self.lease, claim)
+        turn.prompt = not settling and not renewing
         return Request(turn, settling, renewing, channel, now)
 
     def _gather(self) -> None:
@@ -827,9 +853,9 @@ class Station:
         self._connection.attempt(wait)
         self._sleeps_until = NEVER  # awake: it may have looked at everything already
         if heard:
-            self._heard()
+            self._heard(None if sleeper is None else sleeper.rung())
             if self._express is not None:
-                self._express.ring()
+                self._express.expect()
 
     def _letters_wanted(self) -> bool:
         return any(channel.letters() and channel.wants_letters() for channel in self._inboxes())

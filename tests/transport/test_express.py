@@ -108,6 +108,40 @@ def test_a_turning_loop_does_it_itself(
     assert sum(by_loop) > len(by_loop) / 2
 
 
+def test_acks_go_with_the_next_claim(
+    loops: Callable[..., Loop], connect: Connect, queue: DBQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone ack waits a moment, so that it is not on its way to the disk when the result of its task comes; then it is written."""
+    turns: list[tuple[int, bool, int]] = []
+    answered = stations.Station.answered
+
+    def note(self: stations.Station, request: Any, result: Any) -> None:
+        turns.append((len(request.settling), request.turn.prompt, len(result.claimed)))
+        answered(self, request, result)
+
+    monkeypatch.setattr(stations.Station, "answered", note)
+    loop = loops(prefetch=4)
+    for number in range(10):
+        publish(connect, 1)
+        loop.until(lambda number=number: len(loop.got) > number)  # type: ignore[misc]
+    loop.until(lambda: states(queue) == {"acked": 10})
+    assert any(settles and claimed for settles, _, claimed in turns)
+    assert all(prompt is not bool(settles) for settles, prompt, claimed in turns if claimed)
+
+
+def test_a_bell_is_known_by_its_name(queue: DBQueue, connect: Connect) -> None:
+    listener = queue.database.listener(("q", "other"))
+    assert listener is not None
+    try:
+        listener.announce()
+        publish(connect, 1)
+        wait_for(listener.heard, 5, "nobody rang")
+        assert listener.rung() == {"q"}
+        assert listener.rung() == set()
+    finally:
+        listener.close()
+
+
 def test_a_loop_that_is_blocked_is_stood_in_for(loops: Callable[..., Loop], connect: Connect, queue: DBQueue) -> None:
     """As a solo worker's task blocks it: what was acked before is written meanwhile, also with a turn in the air."""
     loop = loops(prefetch=8)
