@@ -7,12 +7,15 @@ import re
 import signal
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
+import psycopg
 import pytest
 from celery import chord, group
 from celery.result import AsyncResult
 
 from dbqueue import DBQueue
+from tests.bouncer import bounced
 from tests.servers import Server
 from tests.transport.shops import ROOT, Shop, need_package
 from tests.waiting import wait_for
@@ -51,6 +54,7 @@ def asks(x):
 """
 
 
+@pytest.mark.databases("sqlite", "postgres", "postgres15")
 def test_a_worker_stores_and_a_client_waits(make_shop: MakeShop, broker_url: str, queue: DBQueue) -> None:
     """The children of a prefork pool store, and one of them waits for another's result."""
     shop = make_shop(backend=broker_url, more=MORE)
@@ -105,6 +109,34 @@ def test_what_results_cost_the_server(make_shop: MakeShop, broker_url: str, queu
     assert sessions("client") <= 3  # the third has published
     assert group(tasks.add.s(n, n) for n in range(20))().get(timeout=60) == [2 * n for n in range(20)]
     assert sessions("worker") <= 3 + 2
+
+
+@pytest.mark.databases("postgres", "postgres15")
+def test_through_a_pooler_in_transaction_mode(
+    make_shop: MakeShop, queue: DBQueue, database_url: str, database: str
+) -> None:
+    """The client waits on a connection beside the pooler, or reads now and then."""
+    with bounced(database_url, "transaction", "default_pool_size = 3") as inner:
+        heard = f"listen_url={quote(database_url, safe='')}" if database == "postgres" else "notify=false"
+        url = f"dbqueue+{inner}?pgbouncer=true&{heard}"
+        shop = make_shop(backend=url, broker_url=url, more=MORE)
+        worker = shop.worker(size=2)
+        tasks = shop.app
+        assert tasks.add.delay(1, 2).get(timeout=60) == 3
+        assert group(tasks.add.s(n, n) for n in range(20))().get(timeout=60) == [2 * n for n in range(20)]
+        parts = [tasks.add.s(n, n) for n in range(20)]
+        assert chord(parts, tasks.total.s()).delay().get(timeout=60) == 380
+        failing = chord([tasks.add.s(1, 1), tasks.order.s("pears")], tasks.total.s()).delay()
+        with pytest.raises(Exception, match="pears"):
+            failing.get(timeout=60)
+        assert tasks.asks.delay(4).get(timeout=60) == 5
+        os.kill(worker.pid, signal.SIGTERM)
+        assert worker.wait(60) == 0
+        log = shop.log(worker)
+        assert "Retrying" not in log, log
+        with psycopg.connect(inner, prepare_threshold=None) as connection:
+            assert connection.execute("SELECT count(*) FROM pg_prepared_statements").fetchone() == (0,)
+            assert connection.execute("SELECT count(*) FROM pg_listening_channels()").fetchone() == (0,)
 
 
 GREENLETS = """
