@@ -63,8 +63,10 @@ T = TypeVar("T")
 FACTS_FOR = 10.0
 """Seconds for which what was declared about a queue is remembered."""
 GATHER = 0.001
-FEW, MOMENT = 64, 0.005
-"""Acks that may be held back, and for how many seconds."""
+FEW = 64
+"""Acks that may be held back."""
+MOMENT = 0.005
+"""Seconds that they are held back, and that a claim for an idle consumer gives it before there is a look for more."""
 MOST_CLAIMED = 64
 MOST_LAPSES = 20
 """Leases lost in the hands of consumers, after which a message is dead: it kills whoever takes it."""
@@ -644,7 +646,7 @@ class Station:
     ) -> Request:  # fmt: skip
         settlements = [delivery.settlement for delivery in settling if delivery.settlement is not None]
         turn = Turn(settlements, [delivery.held for delivery in renewing], self.lease, claim)
-        turn.prompt = not settling and not renewing
+        turn.prompt = channel is not None and not self.ledger.held_by(channel.key)
         return Request(turn, settling, renewing, channel, now)
 
     def _gather(self) -> None:
@@ -712,7 +714,8 @@ class Station:
         if claim.filled_by(len(rows)):
             self._backlog[channel.key] = True
         elif not result.whole:
-            self._backlog[channel.key], self._claim_at[channel.key] = False, now + SWEEP_PAUSE
+            pause = MOMENT if request.turn.prompt else SWEEP_PAUSE
+            self._backlog[channel.key], self._claim_at[channel.key] = False, now + pause
         elif self._express is not None and self._express.here:
             # How to fall asleep is asked on the listening connection, which is the station's thread's alone.
             self._backlog[channel.key], self._claim_at[channel.key] = False, NEVER
