@@ -32,12 +32,12 @@ _BACKEND = "about another result backend"
 _NO_BROKER = "no broker takes part"
 _REDIS_KEYS = "looks at Redis' own keys and channels of results"
 _REACHES_IN = "looks into the worker's memory, which is another process"
-_CONTROL = "asks the worker by remote control, which celery worker answers and dbqueue worker does not"
+_AT_THE_END = "wants a message that is acknowledged before its task ends; here it ends with its row"
+_WAITS = "wants an ETA that waits in the worker; here all wait in the database"
 _CELERY_WORKER = "starts celery worker itself"
 _IN_PLACE = (
     "wants a result that is stored before an error callback that is called in place; here both end in one transaction"
 )
-_PROTOCOL_1 = "sends messages of task protocol 1, which dbqueue worker keeps blocked"
 
 KOMBU = Suite(
     "kombu",
@@ -109,13 +109,11 @@ CELERY = Suite(
         "test_tasks.py::test_signal_bound_method_receivers::*": _REACHES_IN,
     },
     left_out_of_dbqueue={
-        "test_inspect.py*": _CONTROL,
+        "test_inspect.py::test_Inspect::test_active": _AT_THE_END,
+        "test_inspect.py::test_Inspect::test_query_task": _AT_THE_END,
+        "test_inspect.py::test_Inspect::test_scheduled": _WAITS,
         "test_worker.py*": _CELERY_WORKER,
         "test_serialization.py*": _CELERY_WORKER,
-        "test_tasks.py::test_tasks::test_task_accepted": _CONTROL,
-        "test_tasks.py::test_tasks::test_revoke_keeps_state_of_task_started_elsewhere*": _CONTROL,
-        "test_tasks.py::test_tasks::test_revoke_by_stamped_headers_no_match": _CONTROL,
-        "test_group_chains.py::*-1]": _PROTOCOL_1,
         "test_group_chains.py::*::test_pending_chord_keeps_header_errback*": _IN_PLACE,
     },
     left_out_of_own_results={

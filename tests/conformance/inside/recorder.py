@@ -13,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,14 +56,6 @@ def _hurry_between_tests() -> None:
     """After each test the suite asks whether the worker is idle, and waits a second or two for the answers of others. There are none."""
     from celery.contrib.testing.manager import Manager
 
-    if (
-        PLAN["worker"] == "dbqueue"
-    ):  # which answers to no remote control; some tests ask first whether a worker is there
-        from celery.app.control import Inspect
-
-        Inspect.ping = lambda self, destination=None: {"dbqueue": {"ok": "pong"}}
-        Manager.wait_until_idle = lambda self: _wait_until_idle(self.app)
-        return
     original = Manager.wait_until_idle
 
     def wait_until_idle(self: Any) -> None:
@@ -77,19 +68,6 @@ def _hurry_between_tests() -> None:
             control.inspect = patient
 
     Manager.wait_until_idle = wait_until_idle
-
-
-def _wait_until_idle(app: Any) -> None:
-    from dbqueue import DBQueue
-
-    queue = DBQueue(PLAN["broker"].removeprefix("dbqueue+"))
-    try:
-        until = time.monotonic() + 30
-        while queue.counts().get("running") or app.control.purge():
-            assert time.monotonic() < until, "the worker does not become idle"
-            time.sleep(0.02)
-    finally:
-        queue.close()
 
 
 _COMMANDS = {
