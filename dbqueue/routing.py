@@ -392,16 +392,17 @@ def forget_dead_consumers(dialect: Dialect, session: Session, grace_us: int) -> 
     )
 
 
-def expired_messages(dialect: Dialect, session: Session, limit: int) -> list[bytes]:
-    """Ids of messages that waited past their time to live."""
+def expired_messages(dialect: Dialect, session: Session, limit: int) -> list[tuple[bytes, bytes, int]]:
+    """Messages that waited past their time to live: id, head, and for how many microseconds by now."""
     rows = session.execute(
         dialect.portable(
-            "SELECT id FROM {jobs} WHERE state = 0 AND expires_at IS NOT NULL AND expires_at <= (SELECT {now}) "
+            "SELECT id, head, (SELECT {now}) - expires_at FROM {jobs} "
+            "WHERE state = 0 AND expires_at IS NOT NULL AND expires_at <= (SELECT {now}) "
             f"ORDER BY expires_at LIMIT {int(limit)}"
         ),
         {"offset": dialect.clock.offset},
     )
-    return [bytes(row[0]) for row in rows]
+    return [(bytes(row[0]), bytes(row[1] or b""), int(row[2])) for row in rows]
 
 
 # -- revoked tasks -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TypeVar
 from dbqueue import routing
 from dbqueue.database.dialect import OwnSession, Session
 from dbqueue.database.engine import Database
+from dbqueue.kombu_transport import message as messages
 from dbqueue.mail import Mail
 
 T = TypeVar("T")
@@ -23,6 +24,8 @@ ALIVE, ALIVE_EVERY = 60.0, 20.0
 SWEEP_EVERY = 30.0
 PATIENCE = 0.5
 EXPIRED_BATCH = 100
+TOLD_FOR = 3_600.0
+"""Seconds for which a task that Celery's own ``expires`` ended stays, for a worker that comes to tell it as revoked."""
 
 
 class Housekeeping:
@@ -52,7 +55,11 @@ class Housekeeping:
             route = routing.find_queue(dialect, session, queue)
             routing.delete_in_steps(dialect, lambda verb: _write(session, verb), queue, route)
             self._mail.drop(queue, session)
-        expired = routing.expired_messages(dialect, session, EXPIRED_BATCH)
+        expired = [
+            job_id
+            for job_id, head, since in routing.expired_messages(dialect, session, EXPIRED_BATCH)
+            if since >= TOLD_FOR * 1e6 or not messages.has_expiry(head)
+        ]
         for job_id in expired:
             _write(session, lambda s, job_id=job_id: dialect.cancel(s, job_id))  # type: ignore[misc]
         if len(expired) >= EXPIRED_BATCH:

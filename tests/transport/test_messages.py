@@ -14,6 +14,7 @@ import kombu.common
 import kombu.pidbox
 import pytest
 from amqp.exceptions import ChannelError
+from celery import Celery
 from kombu.simple import SimpleQueue
 
 from dbqueue import DBQueue
@@ -357,6 +358,23 @@ def test_a_message_expires(connect: Connect, durable: bool) -> None:
         simple.put({"n": 2})
         wait_for(lambda: simple.qsize() == 1, 10)
         assert simple.get(timeout=10).payload == {"n": 2}
+
+
+def test_what_expired_is_cleared_away(connect: Connect, app: Celery, queue: DBQueue) -> None:
+    """At once, where nobody is to be told of it. That a task's own ``expires`` ended it is told by the worker that comes upon it, for an
+    hour."""
+    declared(connect().default_channel)
+    plain = app.send_task("a", expiration=1, headers={"expires": None})
+    told = app.send_task("b", expires=1)
+    queue.database.clock.advance(3_590)
+    log = Mail(queue.database)
+    house = housekeeping.Housekeeping(queue.database, log, "w")
+    for ended in ([plain.id], [plain.id, told.id]):
+        with queue.database.session() as session:
+            house._sweep(session)
+        assert sorted(record.task_id for record in queue.jobs(state="cancelled")) == sorted(ended)
+        queue.database.clock.advance(20)
+    log.close()
 
 
 def test_a_queue_gives_its_messages_a_time_to_live(connect: Connect, queue: DBQueue) -> None:

@@ -1,1 +1,1 @@
-SELECT id FROM "public"."dbqueue_jobs" WHERE state = 0 AND expires_at IS NOT NULL AND expires_at <= (SELECT ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint)) ORDER BY expires_at LIMIT 100
+SELECT id, head, (SELECT ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint)) - expires_at FROM "public"."dbqueue_jobs" WHERE state = 0 AND expires_at IS NOT NULL AND expires_at <= (SELECT ((extract(epoch FROM clock_timestamp()) * 1000000)::bigint + %(offset)s::bigint)) ORDER BY expires_at LIMIT 100

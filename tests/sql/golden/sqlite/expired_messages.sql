@@ -1,1 +1,1 @@
-SELECT id FROM "dbqueue_jobs" WHERE state = 0 AND expires_at IS NOT NULL AND expires_at <= (SELECT (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset)) ORDER BY expires_at LIMIT 100
+SELECT id, head, (SELECT (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset)) - expires_at FROM "dbqueue_jobs" WHERE state = 0 AND expires_at IS NOT NULL AND expires_at <= (SELECT (CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000 + :offset)) ORDER BY expires_at LIMIT 100
