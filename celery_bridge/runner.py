@@ -29,7 +29,7 @@ from celery import Celery, signals, states
 from celery._state import _set_task_join_will_block, _task_stack
 from celery.app.task import Task
 from celery.app.trace import build_tracer, setup_worker_optimizations, task_has_custom, trace_task
-from celery.exceptions import Reject, SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError
+from celery.exceptions import InvalidTaskError, Reject, SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError
 from celery.utils.nodenames import default_nodename
 from celery.utils.saferepr import saferepr
 from celery.utils.serialization import get_pickled_exception
@@ -220,14 +220,20 @@ class Runner:
         try:
             request = self._request(task, row)
             request.eventer = report if work.note is not None and work.note.told else None
-        except Exception as error:  # not decodable, or not allowed: it can never run
+        except Exception as error:  # not decodable, not allowed, of no task's shape: it can never run
             log.error("message %s of %s cannot be read: %s", work.context.id, name, type(error).__name__)
             return outcome(State.BLOCKED, Kind.CORRUPT_PAYLOAD, type(error).__name__)
         ended = _Ended(self.database, self._backend)
-        with ended.recording():
-            state, kind, summary, delay = (
-                self._end(task, request, verdict, work) if verdict else self._trace(task, request, work)
-            )
+        try:
+            with ended.recording():
+                state, kind, summary, delay = (
+                    self._end(task, request, verdict, work) if verdict else self._trace(task, request, work)
+                )
+        except MemoryError:  # its process had better end
+            raise
+        except Exception as error:  # beside the task's body: callbacks that are none, a result that nobody takes
+            log.error("task %s[%s] cannot be ended: %s", name, work.context.id, type(error).__name__)
+            return outcome(State.PENDING, Kind.CRASHED, f"it cannot be ended: {type(error).__name__}")
         if not ended or (kind is Kind.CRASHED and state is State.PENDING):
             return outcome(state, kind, summary, delay=delay)
         settlement = Settlement(row.id, row.token, state, row.queue, kind, summary, delay or 0)
@@ -244,7 +250,9 @@ class Runner:
     def _request(self, task: Any, row: ClaimedRow) -> Request:
         again = row.attempt > 1 or row.lapses > 0
         incoming = messages.incoming(row.head or b"", row.payload, redelivered=again, accept=self._accepted)
-        return Request(incoming, app=self.app, hostname=self.hostname, task=task, connection_errors=())
+        request = Request(incoming, app=self.app, hostname=self.hostname, task=task, connection_errors=())
+        _check_shape(request)
+        return request
 
     def _trace(self, task: Any, request: Request, work: Work) -> tuple[State, Kind | None, str | None, int | None]:
         if request.revoked():  # expired, that is; it has told so
@@ -306,8 +314,7 @@ class Runner:
                 return State.ACKED, None, None, None
             return State.CANCELLED, Kind.REVOKED, None, None
         if verdict is Kind.TIMEOUT:
-            limit = request.time_limits[0] or task.time_limit
-            request.on_timeout(False, limit)
+            request.on_timeout(False, self.limits(task.name, work.row)[0])
             return State.DEAD, Kind.TIMEOUT, TimeLimitExceeded.__name__, None
         error = WorkerLostError(f"Its process died in each of {CRASHES} attempts.")
         task.backend.mark_as_failure(request.id, error, request=request._context, store_result=request.store_errors)
@@ -317,6 +324,14 @@ class Runner:
         )  # fmt: skip
         _tell_failure(request, _info_of(error))
         return State.DEAD, Kind.CRASHED, WorkerLostError.__name__, None
+
+
+def _check_shape(request: Request) -> None:
+    """Anybody may have written the message. What Celery trips over beside the task's body, and tells nobody, is raised here."""
+    _, kwargs, embed = request._payload
+    if not isinstance(kwargs, dict) or not isinstance(embed or {}, dict):
+        raise InvalidTaskError("keyword arguments and what comes with them must be mappings")
+    hash((request.id, *request.stamps))
 
 
 def _tell_failure(request: Request, info: ExceptionInfo) -> None:

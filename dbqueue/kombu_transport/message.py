@@ -27,7 +27,8 @@ NOTICE = f"{RESERVED_PREFIX}revoked"
 UNLIMITED = 2**31 - 1
 """Attempts of a message: a requeue after a start counts one, but never ends it."""
 TRANSIENT = 1
-
+LONGEST_TTL = 10**17
+"""Microseconds, some three thousand years: an instant must fit into its column."""
 
 AMQP_PROPERTIES = frozenset(
     {
@@ -161,7 +162,7 @@ def ttl_us(message: dict[str, Any]) -> int | None:
     """The message's own time to live, in microseconds: AMQP's ``expiration``, a text of milliseconds."""
     expiration = message["properties"].get("expiration")
     try:
-        return None if expiration is None else max(0, int(float(expiration) * 1_000))
+        return None if expiration is None else max(0, min(int(float(expiration) * 1_000), LONGEST_TTL))
     except (TypeError, ValueError, OverflowError):
         return None
 
@@ -324,7 +325,7 @@ def _run_at(eta: Any, lead: float) -> int | None:
         return None
     try:
         when = eta if isinstance(eta, datetime) else datetime.fromisoformat(eta.replace("Z", "+00:00"))
-    except ValueError:
+        when = when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc) - EAST
+    except (ValueError, OverflowError):  # no date, or one before there were any: it is long due
         return None
-    when = when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc) - EAST
     return clock.to_instant(when) - round(lead * clock.SECOND)
