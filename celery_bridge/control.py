@@ -20,8 +20,8 @@ from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
 
-from celery import Celery
-from celery.exceptions import WorkerShutdown, WorkerTerminate
+from celery import Celery, signals
+from celery.exceptions import InvalidTaskError, NotRegistered, WorkerShutdown, WorkerTerminate
 from celery.platforms import signals as signal_numbers
 from celery.utils.collections import AttributeDict
 from celery.worker import state as worker_state
@@ -30,12 +30,13 @@ from celery.worker.request import Request
 
 from celery_bridge.events import Events
 from dbqueue import events
-from dbqueue.database.tables import ClaimedRow
+from dbqueue.database.tables import ClaimedRow, Settlement
 from dbqueue.errors import ConnectionLost, NotSupported
 from dbqueue.kombu_transport import message as messages
 from dbqueue.runtime.execute import Work
 from dbqueue.runtime.worker import Worker
 from dbqueue.settings import check_name
+from dbqueue.states import Kind
 
 log = logging.getLogger("dbqueue.celery")
 
@@ -70,6 +71,7 @@ class Control:
         self._line: Any = None
         """The transport on which its thread waits."""
         self._consumer = Consumer(self)
+        worker.claims.on_blocked = self.blocked
         self._running: list[Running] = []
         """The tasks that Celery's state of a worker names now, which holds them weakly."""
 
@@ -82,11 +84,36 @@ class Control:
                 self._thread = threading.Thread(target=self._run, name="dbqueue-control", daemon=True)
                 self._thread.start()
 
-    def started(self, task: str, work: Work, *, runs: bool) -> None:
-        if runs:
-            self.total[task] += 1
+    def received(self, request: Request) -> None:
+        signals.task_received.send(sender=self._consumer, request=request)
+
+    def blocked(self, row: ClaimedRow, end: Settlement) -> None:
+        """Celery's signals of messages that cannot run. Of what was wrong there is the name only."""
+        if not (signals.task_unknown.receivers or signals.task_rejected.receivers):
+            return
+        try:
+            message = messages.incoming(
+                row.head or b"", row.payload, redelivered=False, accept=self.app.conf.accept_content
+            )
+            name = message.headers.get("task")
+        except Exception as error:  # it is none
+            log.debug("%s is not told: %s", row.target, type(error).__name__)
+            return
+        if end.kind is not Kind.UNKNOWN_TARGET:
+            signals.task_rejected.send(
+                sender=self._consumer, message=message, exc=InvalidTaskError(end.summary or end.kind)
+            )
+        elif isinstance(name, str):
+            signals.task_unknown.send(
+                sender=self._consumer, message=message, exc=NotRegistered(name), name=name, id=row.task_id
+            )
+        else:
+            signals.task_rejected.send(sender=self._consumer, message=message, exc=None)
+
+    def started(self, task: str, work: Work) -> None:
+        self.total[task] += 1
         if self.events.wants_tasks and self.app.tasks[task].send_events:
-            self.events.begun(work.row.head or b"", runs=runs)
+            self.events.begun(work.row.head or b"")
 
     def is_revoked(self, row: ClaimedRow) -> bool:
         """Whether remote control told this worker alone so; what all are told is kept in the database."""

@@ -47,11 +47,10 @@ class Report:
 
 
 class _Begun(NamedTuple):
-    """A task that was received: its message is read by the thread that sends."""
+    """A task that was received and started: its message is read by the thread that sends."""
 
     head: bytes
     at: float
-    runs: bool
 
 
 class Events:
@@ -77,9 +76,9 @@ class Events:
     def send(self, type: str, **fields: Any) -> None:
         self.extend([(type, fields | {"timestamp": time.time()})])
 
-    def begun(self, head: bytes, *, runs: bool) -> None:
-        """A task was received, and started if it ``runs``."""
-        self._put(_Begun(head, time.time(), runs))
+    def begun(self, head: bytes) -> None:
+        """A task was received, and started."""
+        self._put(_Begun(head, time.time()))
 
     def extend(self, events: Iterable[tuple[str, dict[str, Any]]]) -> None:
         for event in events:
@@ -177,10 +176,7 @@ def _spelt_out(begun: _Begun) -> list[tuple[str, dict[str, Any]]]:
         "retries": told.get("retries", 0), "eta": _text(told.get("eta")), "expires": _text(told.get("expires")),
         "timestamp": begun.at,
     }  # fmt: skip
-    found: list[tuple[str, dict[str, Any]]] = [("task-received", fields)]
-    if begun.runs:
-        found.append(("task-started", {"uuid": uuid, "timestamp": begun.at}))
-    return found
+    return [("task-received", fields), ("task-started", {"uuid": uuid, "timestamp": begun.at})]
 
 
 def _text(when: Any) -> Any:

@@ -1,10 +1,10 @@
 """A Celery app's tasks as targets of our worker: ``dbqueue worker -A proj`` where proj holds a Celery app (C6).
 
-The rows are the messages of the Kombu transport; what a task sees is Celery's: its own tracer runs it, its ``Request`` decides what is
-revoked or expired. What the tracer stores and publishes when the task's body is over (its result, its chord's part, callbacks, the next
-of its chain, its retry) is recorded, and written in the one transaction that ends the row, if broker and results are the same database:
-then a task that has ended has told so, however its process dies. What the body itself publishes goes out at once. With other
-results they are stored first, and the row is ended after that: at least once.
+The rows are the messages of the Kombu transport; what a task sees is Celery's: its own tracer runs it. What the tracer stores and
+publishes when the task's body is over (its result, its chord's part, callbacks, the next of its chain, its retry) is recorded, and
+written in the one transaction that ends the row, if broker and results are the same database: then a task that has ended has told so,
+however its process dies. What the body itself publishes goes out at once. With other results they are stored first, and the row is
+ended after that: at least once.
 
 A crash costs an attempt; after ``CRASHES`` of them the task fails as WorkerLostError, as it does for its time limit: a slot tells
 its result, its chord and its error callbacks so, while the claim is still held.
@@ -99,9 +99,15 @@ class AppTask(_OfApp):
         task_id = row.task_id or messages.task_id_of(row.head or b"") or ""
         return () if self._notice else (task_id, *messages.stamps_in(row.head or b""))
 
-    def verdict(self, row: ClaimedRow) -> Kind | None:
-        """Leases are lost with the whole worker, which a task can take down as well as its own process."""
-        return Kind.CRASHED if row.lapses >= self.crashes and not self._notice else None
+    def verdict(self, row: ClaimedRow, now: int) -> Kind | None:
+        """Leases are lost with the whole worker, which a task can take down as well as its own process. What a worker of Celery's finds
+        expired by its own clock is so by the database's here."""
+        if self._notice:
+            return None
+        if row.lapses >= self.crashes:
+            return Kind.CRASHED
+        expires_at = self._runner.expires_at(row)
+        return Kind.EXPIRED if expires_at is not None and now > expires_at else None
 
     def waits(self, row: ClaimedRow, now: int) -> int:
         """A message is handed out before its ETA, for workers that show it and wait by themselves."""
@@ -118,10 +124,16 @@ class AppTask(_OfApp):
                 work.verdict = Kind.REVOKED
             task = self._runner.app.tasks[self._task]
             work.note = Note(task.soft_time_limit, seen.events.wants_tasks and task.send_events)
+            if signals.task_received.receivers and self._runs(work):
+                seen.received(self._runner.request(task, work.row))
 
     def started(self, work: Work) -> None:
-        if self._runner.seen is not None:
-            self._runner.seen.started(self._task, work, runs=not self._notice and work.verdict is None)
+        if self._runner.seen is not None and self._runs(work):
+            self._runner.seen.started(self._task, work)
+
+    def _runs(self, work: Work) -> bool:
+        """What does not was never received: so Celery's worker has it."""
+        return not self._notice and work.verdict is None
 
     def ended(self, work: Work, report: Any) -> None:
         if report and self._runner.seen is not None:
@@ -165,7 +177,8 @@ class Seen(Protocol):
     events: Events
 
     def is_revoked(self, row: ClaimedRow) -> bool: ...
-    def started(self, task: str, work: Work, *, runs: bool) -> None: ...
+    def received(self, request: Request) -> None: ...
+    def started(self, task: str, work: Work) -> None: ...
 
 
 class Runner:
@@ -201,6 +214,13 @@ class Runner:
             return None
         return clock.to_instant(maybe_make_aware(maybe_iso8601(eta), self.app.conf.timezone))
 
+    def expires_at(self, row: ClaimedRow) -> int | None:
+        """The instant after which it is not to begin."""
+        expires = messages.headers_of(row.head or b"").get("expires")
+        if expires is None:
+            return None
+        return clock.to_instant(maybe_make_aware(maybe_iso8601(expires), self.app.conf.timezone))
+
     def limits(self, task: str, row: ClaimedRow) -> tuple[float | None, float | None]:
         """Hard and soft, in seconds."""
         hard, soft = messages.time_limits_of(row.head or b"")
@@ -218,10 +238,12 @@ class Runner:
 
         task = self.app.tasks[name]
         try:
-            request = self._request(task, row)
+            request = self.request(task, row)
             request.eventer = report if work.note is not None and work.note.told else None
         except Exception as error:  # not decodable, not allowed, of no task's shape: it can never run
             log.error("message %s of %s cannot be read: %s", work.context.id, name, type(error).__name__)
+            if work.note is not None and work.note.told:  # else it runs for ever
+                report.send("task-rejected", uuid=row.task_id, requeue=False)
             return outcome(State.BLOCKED, Kind.CORRUPT_PAYLOAD, type(error).__name__)
         ended = _Ended(self.database, self._backend)
         try:
@@ -247,7 +269,8 @@ class Runner:
             return outcome(State.PENDING, Kind.CRASHED, f"its end cannot be written: {type(error).__name__}")
         return outcome(state, kind, summary, settled=fact)
 
-    def _request(self, task: Any, row: ClaimedRow) -> Request:
+    def request(self, task: Any, row: ClaimedRow) -> Request:
+        """Raises whatever is wrong with the message."""
         again = row.attempt > 1 or row.lapses > 0
         incoming = messages.incoming(row.head or b"", row.payload, redelivered=again, accept=self._accepted)
         request = Request(incoming, app=self.app, hostname=self.hostname, task=task, connection_errors=())
@@ -255,8 +278,6 @@ class Runner:
         return request
 
     def _trace(self, task: Any, request: Request, work: Work) -> tuple[State, Kind | None, str | None, int | None]:
-        if request.revoked():  # expired, that is; it has told so
-            return State.CANCELLED, Kind.EXPIRED, None, None
         values = request.request_dict
         values.update({"loglevel": None, "logfile": None, "is_eager": False}, **(request._payload[2] or {}))
         try:
@@ -313,6 +334,9 @@ class Runner:
             if work.row.task_id is None:  # a notice; the record of its task has ended before
                 return State.ACKED, None, None, None
             return State.CANCELLED, Kind.REVOKED, None, None
+        if verdict is Kind.EXPIRED:
+            request._announce_revoked("expired", False, None, True)
+            return State.CANCELLED, Kind.EXPIRED, None, None
         if verdict is Kind.TIMEOUT:
             request.on_timeout(False, self.limits(task.name, work.row)[0])
             return State.DEAD, Kind.TIMEOUT, TimeLimitExceeded.__name__, None

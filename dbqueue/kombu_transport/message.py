@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -118,18 +119,16 @@ def rewritten(head: bytes, message: Message, headers: dict[str, Any], body: Any)
 
 def eta_of(head: bytes) -> tuple[int | None, Any]:
     """When the message's task is due, as an instant (None: at once, or in the zone of an app that is to tell), and what was written."""
-    try:
-        eta = _told(head)["headers"].get("eta")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None, None
+    eta = headers_of(head).get("eta")
     return _run_at(eta, 0.0), eta
 
 
-def headers_of(head: bytes) -> dict[str, Any]:
-    """The headers of a message; none, if they cannot be read."""
+@functools.lru_cache(maxsize=4)
+def headers_of(head: bytes) -> Mapping[str, Any]:
+    """The headers of a message; none, if they cannot be read. A worker asks for this and that of them before it begins."""
     try:
         headers = _told(head)["headers"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
     return headers if isinstance(headers, dict) else {}
 
@@ -142,8 +141,8 @@ def has_expiry(head: bytes) -> bool:
 def time_limits_of(head: bytes) -> tuple[float | None, float | None]:
     """Hard and soft, in seconds, as the call said them."""
     try:
-        hard, soft = _told(head)["headers"]["timelimit"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        hard, soft = headers_of(head)["timelimit"]
+    except (ValueError, KeyError, TypeError):
         return None, None
     return _limit(hard), _limit(soft)
 
@@ -251,10 +250,7 @@ def stamps_in(head: bytes) -> frozenset[str]:
 
 
 def task_id_of(head: bytes) -> str | None:
-    try:
-        task_id = _told(head)["headers"]["id"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+    task_id = headers_of(head).get("id")
     return task_id if isinstance(task_id, str) else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -45,6 +45,8 @@ class Claims:
         self.done = self.released = 0
         self.usual = LONG
         """Seconds that a job runs, as they were of late."""
+        self.on_blocked: Callable[[ClaimedRow, Settlement], None] | None = None
+        """Is told, in the loop, of each row that is kept because it cannot run."""
         self.next_retry = NEVER
         """When the soonest retry settled since the last look is due: our own commit wakes nobody."""
 
@@ -235,6 +237,8 @@ class Claims:
             self.done += 1
             self.released += settlement.kind is Kind.RELEASED
             self._tell_target(running)
+            if settlement.state is State.BLOCKED and self.on_blocked is not None:
+                self.on_blocked(running.row, settlement)
             if settlement.state is State.PENDING and settlement.delay:
                 self.next_retry = min(self.next_retry, now + settlement.delay / 1e6)
             if told:

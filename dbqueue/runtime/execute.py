@@ -80,8 +80,8 @@ class ForeignTarget(Target[Any]):
         """Under which it may have been revoked."""
         return ()
 
-    def verdict(self, row: ClaimedRow) -> Kind | None:
-        """How it has ended before it begins: then the target is to tell so, and does not run it."""
+    def verdict(self, row: ClaimedRow, now: int) -> Kind | None:
+        """How it has ended before it begins: then the target is to tell so, and does not run it. ``now``: of the claim."""
         return None
 
     def waits(self, row: ClaimedRow, now: int) -> int:

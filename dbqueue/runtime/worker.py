@@ -504,7 +504,7 @@ class Worker:
                 ending, wait, running.work.verdict = (
                     target.ending(row, now),
                     target.waits(row, now),
-                    target.verdict(row),
+                    target.verdict(row, now),
                 )
                 if self._revoked and not self._revoked.isdisjoint(target.names(row)):
                     wait, running.work.verdict = 0, Kind.REVOKED
