@@ -186,6 +186,16 @@ def dies(name: str, times: int) -> str:
     return "lived"
 
 
+@app.task
+def takes_down(name: str) -> None:
+    """Its worker, whose process id stands in a file."""
+    with open(os.path.join(os.path.dirname(settings.NOTES), "worker")) as file:
+        pid = int(file.read())
+    note(f"takes down {name}")
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(600)
+
+
 @app.task(bind=True)
 def puts_back_and_dies(self: Any, name: str, backs: int, deaths: int) -> str:
     """Its first runs put it back, and in the next ones its process is killed."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from celery import chain, chord
+from celery.exceptions import WorkerLostError
 
 from tests.bridge_worker.projects import Project
 from tests.proxy import Proxy
@@ -101,6 +102,26 @@ def test_children_do_not_outlive_a_worker_that_is_killed_alone(make_project: Mak
     (row,) = project.rows(sent.parent.id)
     assert (row.state, row.attempt, row.lapses) == ("succeeded", 2, 1)
     assert len(project.rows(sent.id)) == 1
+
+
+@pytest.mark.soak
+def test_a_task_that_takes_its_worker_down_three_times_is_told_as_lost(make_project: Make) -> None:
+    """However soon it does: nothing is acknowledged before its end."""
+    project = make_project()
+    sent, name = None, project.folder / "worker"
+    for _ in range(3):
+        worker = project.worker("--lease", "1", size=1)
+        name.write_text(str(worker.pid))
+        sent = sent or project.s("takes_down", "t").apply_async(link_error=project.s("told_of_error", "t"))
+        worker.wait(30)
+    assert sent is not None
+    project.worker("--lease", "1", size=1)
+    with pytest.raises(WorkerLostError):
+        sent.get(timeout=30)
+    project.wait_for_note("error of t: WorkerLostError")
+    assert project.notes.count("takes down t") == 3
+    (row,) = project.ended(sent.id)
+    assert (row.state, row.error_kind, row.lapses) == ("dead", "crashed", 3)
 
 
 def test_killed_at_every_word_of_what_ends_a_retry(make_project: Make) -> None:

@@ -29,6 +29,12 @@ def ended(process: subprocess.Popen[bytes], shop: Shop, seconds: float = 60) -> 
         raise AssertionError(shop.logs[shop.workers.index(process)].read_text()) from None
 
 
+def kill(worker: subprocess.Popen[bytes]) -> None:
+    """With its children."""
+    os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+
+
 @pytest.mark.req("C1")
 @pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent"])
 def test_every_pool_executes_and_ends_cleanly(make_shop: MakeShop, queue: DBQueue, pool: str) -> None:
@@ -81,8 +87,7 @@ def test_a_killed_workers_tasks_come_back(make_shop: MakeShop, queue: DBQueue) -
     shop.app.add.delay(1, 1)
     shop.wait_for_note("start a")
     wait_for(lambda: queue.counts("shop") == {"running": 2}, 30, "it did not fetch the second")
-    os.killpg(worker.pid, signal.SIGKILL)
-    worker.wait()
+    kill(worker)
     killed = time.monotonic()
     shop.worker(size=2)
     shop.wait_for_note("end a", 60)
@@ -90,6 +95,46 @@ def test_a_killed_workers_tasks_come_back(make_shop: MakeShop, queue: DBQueue) -
     assert time.monotonic() - killed < 50
     assert Counter(shop.notes) == {"start a": 2, "end a": 1, "add 1 1": 1}
     assert {record.lapses for record in queue.jobs(queue="shop", state="acked")} == {1}
+
+
+HELD = """
+@app.task(shared=False)
+def held():
+    while not os.path.exists("until"):
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.req("C4")
+def test_an_early_ack_that_is_not_written_yet(make_shop: MakeShop, queue: DBQueue) -> None:
+    """A worker that is killed in the first moments of a task, which a lock makes longer here, leaves it to the lease."""
+    shop = make_shop(lease=1, more=HELD)
+    worker = shop.worker(size=1)
+    shop.app.held.delay()
+    shop.app.slow.delay("a", 600)
+    wait_for(lambda: queue.counts("shop") == {"running": 1, "acked": 1}, 30, "it did not fetch the second")
+    with queue.database.transaction() as session:
+        if queue.database.dialect.name == "postgresql":
+            session.execute(f"SELECT 1 FROM {queue.database.dialect.names.qualified('jobs')} FOR UPDATE")
+        (shop.folder / "until").touch()
+        shop.wait_for_note("start a")
+        kill(worker)
+    shop.worker(size=1)
+    wait_for(lambda: shop.notes.count("start a") == 2, 30, "it did not come back")
+
+
+@pytest.mark.soak
+@pytest.mark.req("C4")
+def test_a_solo_worker_acks_when_its_task_has_ended(make_shop: MakeShop, queue: DBQueue) -> None:
+    """Celery's loop has no turn before."""
+    shop = make_shop(lease=1)
+    worker = shop.worker(pool="solo")
+    shop.app.slow.delay("a", 600)
+    shop.wait_for_note("start a")
+    kill(worker)
+    shop.worker(pool="solo")
+    wait_for(lambda: shop.notes.count("start a") == 2, 30, "it did not come back")
 
 
 @pytest.mark.req("C4")
