@@ -23,6 +23,6 @@ def as_protocol_2(row: ClaimedRow, accept: Any) -> ClaimedRow | None:
     if not isinstance(told, dict) or not isinstance(told.get("task"), str) or not isinstance(told.get("id"), str):
         return None
     body, headers, _, _ = proto1_to_proto2(message, told)
-    headers = {name: value for name, value in headers.items() if name not in IN_THE_BODY}
+    headers = {name: value for name, value in headers.items() if name not in IN_THE_BODY} | (message.headers or {})
     head, payload = messages.rewritten(head, message, headers, body)
     return replace(row, target=messages.target_of(headers["task"]), task_id=headers["id"], head=head, payload=payload)

@@ -49,11 +49,11 @@ def test_messages_of_task_protocol_1(make_project: Make) -> None:
     # More than are read with each claim, and before there is a worker that keeps them in memory.
     project.app.control.revoke(["revoked", *[f"other {n}" for n in range(150)]])
     project.worker()
-    sent = project.send("see", 1, time_limit=9, soft_time_limit=8, priority=4)
+    sent = project.send("see", 1, time_limit=9, soft_time_limit=8, priority=4, headers={"x": "y"})
     seen = sent.get(timeout=30)
     assert (seen["id"], seen["args"], seen["timelimit"], seen["retries"]) == (sent.id, [1], [9, 8], 0)
     assert seen["delivery_info"] == {"exchange": "", "routing_key": "proj", "priority": 4, "redelivered": False}
-    assert seen["correlation_id"] == sent.id
+    assert (seen["correlation_id"], seen["headers"]) == (sent.id, {"x": "y"})
     assert project.value("again", "r", 2, {"countdown": 0.1}) == "r after 2 in proj"
     assert project.value("auto", 2) == 2
     due = time.time() + 0.4
