@@ -156,10 +156,11 @@ class Transport(virtual.Transport):
     # -- draining ----------------------------------------------------------------------------------------------------
 
     def drain_events(self, connection: Any, timeout: float | None = None, **kwargs: Any) -> None:
-        """Delivers what has arrived, at least one message, or raises socket.timeout after ``timeout`` seconds."""
+        """Delivers what has arrived, at least one message, or raises socket.timeout after ``timeout`` seconds. Of short-lived ones only
+        one: who waits for replies counts them by their drains."""
         until = None if timeout is None else time.monotonic() + timeout
         while True:
-            if self._deliver_all():
+            if self._deliver_all(one_letter=True):
                 return
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
@@ -183,7 +184,7 @@ class Transport(virtual.Transport):
             with self._news:
                 self._drainers -= 1
 
-    def _deliver_all(self) -> int:
+    def _deliver_all(self, *, one_letter: bool = False) -> int:
         if self._error is not None:
             error, self._error = self._error, None
             raise ConnectionLost(str(error)) from error
@@ -197,7 +198,10 @@ class Transport(virtual.Transport):
             first = min(channels, key=lambda channel: channel.place)
             if first.place >= end:
                 break
+            brief = first.brief
             done += first.deliver()
+            if done and brief and one_letter:
+                break
         return done
 
     # -- the event loop ----------------------------------------------------------------------------------------------

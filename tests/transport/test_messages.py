@@ -222,6 +222,21 @@ def drained_nothing(connection: kombu.Connection) -> bool:
 # -- delivering --------------------------------------------------------------------------------------------------------
 
 
+def test_short_lived_messages_come_one_with_each_drain(connect: Connect) -> None:
+    """Whoever wants replies of two workers drains twice, and would wait for nothing if both came with the first."""
+    connection = connect()
+    channel = connection.default_channel
+    queue = kombu.Queue("replies", durable=False, auto_delete=True, exclusive=True, channel=channel)
+    queue.declare()
+    got: list[Any] = []
+    with kombu.Consumer(connection, [queue], on_message=got.append, no_ack=True):
+        for n in range(3):
+            connection.Producer().publish({"n": n}, routing_key="replies", delivery_mode=1)
+        for n in range(3):
+            connection.drain_events(timeout=10)
+            assert [message.payload["n"] for message in got] == list(range(n + 1))
+
+
 def test_a_consumer_waits_for_what_another_process_publishes(connect: Connect, broker_url: str) -> None:
     """Not for a poll: the producer rings, on SQLite the file's version changes."""
     connection = connect(poll=30)
