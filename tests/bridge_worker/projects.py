@@ -113,10 +113,11 @@ class Project:
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def worker(self, *arguments: str, size: int = 2) -> subprocess.Popen[bytes]:
-        """Starts ``dbqueue worker`` and waits until it works."""
+    def worker(self, *arguments: str, size: int = 2, skew: float = 0.0) -> subprocess.Popen[bytes]:
+        """Starts ``dbqueue worker`` and waits until it works. ``skew``: seconds by which its wall clock is wrong."""
         name = ("-n", NAME) if "-n" not in arguments else ()
-        process = self.start("dbqueue", "worker", "-A", "proj", "-c", str(size), *name, *arguments)
+        command = ("tests.runtimes.skewed", str(skew)) if skew else ("dbqueue",)
+        process = self.start(*command, "worker", "-A", "proj", "-c", str(size), *name, *arguments)
         self._until(process, " slots, lease ")
         return process
 

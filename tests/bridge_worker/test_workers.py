@@ -84,6 +84,18 @@ def test_messages_of_task_protocol_1(make_project: Make) -> None:
     assert {job.target for job in jobs} == {"dbqueue.message"}, "the rows stay as they were written"
 
 
+@pytest.mark.req("H14")
+@pytest.mark.parametrize("hours", [-6, 6])
+def test_expiry_is_by_the_clock_of_the_database(make_project: Make, hours: int) -> None:
+    project = make_project()
+    project.worker("-P", "threads", size=1, skew=hours * 3_600)
+    now = datetime.now(timezone.utc)
+    late, good = (project.send("add", 1, 1, expires=now + timedelta(hours=n)) for n in (-1, 1))
+    assert good.get(timeout=30) == 2
+    with pytest.raises(TaskRevokedError):
+        late.get(timeout=30)
+
+
 def test_threads(make_project: Make) -> None:
     project = make_project()
     worker = project.worker("-P", "threads")
