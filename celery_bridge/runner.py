@@ -123,7 +123,7 @@ class AppTask(_OfApp):
             if work.verdict is None and seen.is_revoked(work.row):
                 work.verdict = Kind.REVOKED
             task = self._runner.app.tasks[self._task]
-            work.note = Note(task.soft_time_limit, seen.events.wants_tasks and task.send_events)
+            work.note = Note(task.time_limit, task.soft_time_limit, seen.events.wants_tasks and task.send_events)
             if signals.task_received.receivers and self._runs(work):
                 seen.received(self._runner.request(task, work.row))
 
@@ -166,7 +166,9 @@ def _not_called(payload: None) -> None: ...
 class Note(NamedTuple):
     """What the worker's process tells the slot about a task."""
 
+    hard_limit: float | None
     soft_limit: float | None
+    """The task's, which remote control may have changed."""
     told: bool
     """Its end is to be reported as events."""
 
@@ -281,7 +283,7 @@ class Runner:
         values = request.request_dict
         values.update({"loglevel": None, "logfile": None, "is_eager": False}, **(request._payload[2] or {}))
         try:
-            with _limited(self._soft_limit_of(task.name, work)):
+            with _limited(self._limits_of(task.name, work)[1]):
                 returned, info, runtime, shown = trace_task(
                     task, request.id, request.args, request.kwargs, values, app=self.app, hostname=self.hostname,
                     loader=self.app.loader,
@@ -307,12 +309,12 @@ class Runner:
         _tell_failure(request, returned)
         return State.DEAD, Kind.FAILED, type(info.retval).__name__, None
 
-    def _soft_limit_of(self, task: str, work: Work) -> float | None:
-        """As the call said it, or as the worker's process has it, which remote control may have changed."""
+    def _limits_of(self, task: str, work: Work) -> tuple[float | None, float | None]:
+        """In a slot: as the call said them, or as the worker's process has them."""
         if work.note is None:
-            return self.limits(task, work.row)[1]
-        soft: float | None = messages.time_limits_of(work.row.head or b"")[1] or work.note.soft_limit
-        return soft
+            return self.limits(task, work.row)
+        hard, soft = messages.time_limits_of(work.row.head or b"")
+        return hard or work.note.hard_limit, soft or work.note.soft_limit
 
     def _rejected(
         self, request: Request, row: ClaimedRow, rejected: Reject
@@ -338,7 +340,7 @@ class Runner:
             request._announce_revoked("expired", False, None, True)
             return State.CANCELLED, Kind.EXPIRED, None, None
         if verdict is Kind.TIMEOUT:
-            request.on_timeout(False, self.limits(task.name, work.row)[0])
+            request.on_timeout(False, self._limits_of(task.name, work)[0])
             return State.DEAD, Kind.TIMEOUT, TimeLimitExceeded.__name__, None
         error = WorkerLostError(f"Its process died in each of {CRASHES} attempts.")
         task.backend.mark_as_failure(request.id, error, request=request._context, store_result=request.store_errors)

@@ -128,7 +128,7 @@ def test_it_is_steered_as_a_celery_worker_is(make_shop: MakeShop, queue: DBQueue
     with pytest.raises(SoftTimeLimitExceeded):
         slow.delay("soft", 600).get(timeout=30)
     node("time_limit", task_name="shop.slow", soft=None, hard=0.2)
-    with pytest.raises(TimeLimitExceeded):
+    with pytest.raises(TimeLimitExceeded, match=r"0\.2"):
         slow.delay("hard", 600).get(timeout=30)
 
     # It ends cleanly: what runs may end.
