@@ -5,6 +5,7 @@ plugin, and kombu our transport's names, in programs that may never use a queue,
 second.
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -57,6 +58,18 @@ class _WhenKombuComes(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _WhenCeleryHasCome(importlib.abc.MetaPathFinder):
+    """Has the messages of Celery's groups gathered, for brokers of ours, before the first group is published. To wait for the import of
+    their module would not do: as a rule it is under way when Celery imports kombu, and kombu our plugin. So the first import of
+    anything that comes after it is waited for; an app makes several."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if hasattr(sys.modules.get("celery.canvas"), "group"):
+            with contextlib.suppress(ValueError):  # another thread was here
+                sys.meta_path.remove(self)
+            importlib.import_module("dbqueue.kombu_transport.groups").install()
+
+
 def _register() -> None:
     importlib.import_module("dbqueue.kombu_transport.plugin").register()
 
@@ -65,3 +78,5 @@ if "kombu.transport" in sys.modules:
     _register()
 else:
     sys.meta_path.insert(0, _WhenKombuComes())
+
+sys.meta_path.insert(0, _WhenCeleryHasCome())

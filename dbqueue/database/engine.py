@@ -211,7 +211,7 @@ class Database:
         return self._again(self.transaction, verb)
 
     def single(self, verb: Callable[[OwnSession], T]) -> T:
-        """As ``run`` for a verb of one statement: no BEGIN and COMMIT around it, one round trip."""
+        """As ``run`` for a verb that is one round trip, and so one transaction: no BEGIN and COMMIT around it."""
         return self._again(self._statement, verb)
 
     @contextmanager

@@ -166,6 +166,10 @@ class PostgresSession:
         finally:
             self.asked_at = math.inf
 
+    def send_all(self, *steps: tuple[str, Mapping[str, Any]]) -> list[list[Row]]:
+        """As ``send`` for several statements, in one round trip; where no transaction is open, they are one."""
+        return [rows for _, rows in self._run(steps)]
+
     @property
     def guarded(self) -> bool:
         """Most roles default to read committed and read write; for the others every transaction says so itself. Asked once a
@@ -466,7 +470,7 @@ class Postgres:
     def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
         if not jobs:
             return set()
-        rows = session.execute(self._insert_due, self._clock() | {
+        params = self._clock() | {
             "ids": [job.id.hex() for job in jobs], "targets": [job.target for job in jobs],
             "fingerprints": [job.fingerprint for job in jobs], "payloads": [job.payload for job in jobs],
             "keys": [job.key for job in jobs], "queues": [job.queue for job in jobs],
@@ -475,9 +479,16 @@ class Postgres:
             "sources": [job.source for job in jobs], "sequences": [job.sequence for job in jobs],
             "task_ids": [job.task_id for job in jobs], "run_ats": [job.run_at for job in jobs],
             "delays": [job.delay for job in jobs], "heads": [job.head for job in jobs], "ttls": [job.ttl for job in jobs],
-        })  # fmt: skip
-        if self.notify and rows:
-            session.execute(RING_MANY, {"salt": self.names.salt, "queues": sorted({job.queue for job in jobs})})
+        }  # fmt: skip
+        ring = (RING_MANY, {"salt": self.names.salt, "queues": sorted({job.queue for job in jobs})})
+        if isinstance(session, PostgresSession):
+            patience = (f"SELECT {PATIENCE}", NOTHING)
+            with _held_up():
+                _, rows, *_ = session.send_all(patience, (self._insert_due, params), *([ring] if self.notify else []))
+        else:
+            rows = session.execute(self._insert_due, params)
+            if self.notify and rows:
+                session.execute(*ring)
         return {as_bytes(row[0]) for row in rows}
 
     def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:

@@ -25,6 +25,7 @@ from dbqueue.database import joined
 from dbqueue.database.dialect import Session
 from dbqueue.database.tables import Letter, NewJob
 from dbqueue.errors import ConnectionLost, DatabaseError, EnqueueFailed, ReservedName, Unroutable
+from dbqueue.kombu_transport import groups
 from dbqueue.kombu_transport import message as messages
 from dbqueue.kombu_transport import options as configuration
 from dbqueue.kombu_transport.message import Revoke
@@ -252,7 +253,8 @@ class Publisher(virtual.Channel):
         return purged
 
     def _in_order(self) -> None:
-        """What this process gave back is there before it looks."""
+        """What this process gave back is there before it looks, and what this thread has published."""
+        groups.flush()
         if self.station.ledger.settling:
             self.station.flush(IN_ORDER_PATIENCE)
 
@@ -356,6 +358,7 @@ class Publisher(virtual.Channel):
         block: joined.Block | None,
     ) -> None:  # fmt: skip
         if messages.is_control(exchange) and (revoke := messages.revoked_by(message)):
+            groups.flush()
             self._revoke(revoke)
         body = messages.body_of(message)
         brief = [route for route in found if route.takes_letter(transient=transient)]
@@ -363,12 +366,20 @@ class Publisher(virtual.Channel):
         if jobs and block is not None:
             self._join(block, jobs)
         elif jobs:
-            self.station.write(jobs)
+            self._write(jobs)
         if brief:
+            groups.flush()
             ttls = [ttl for ttl in (messages.ttl_us(message), *(_us(route) for route in brief)) if ttl is not None]
             ttl = min([*ttls, round(LETTER_LIFE * 1e6)])
             head = messages.head_of(message, exchange, routing_key, id=ids.new_id().hex())
             self.station.mail.post(Letter(exchange, routing_key, head, body, ttl, bells(exchange, routing_key)))
+
+    def _write(self, jobs: list[NewJob]) -> None:
+        batch = groups.current()
+        if batch is None or self.station.recorded() is not None:
+            self.station.write(jobs)
+        else:
+            batch.write(self, jobs)
 
     def _revoke(self, revoke: Revoke) -> None:
         """Written before any worker hears of it, so that it holds for those that are not there now, and for later retries: what waits

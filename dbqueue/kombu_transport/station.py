@@ -233,27 +233,51 @@ class Station:
     def forget(self, queue: str) -> None:
         self._facts.pop(queue, None)
 
+    def recorded(self) -> list[Any] | None:
+        """Where this thread's messages go instead of being written; None: they are written."""
+        self._ready()
+        return recorded.entries_for(self.database.database_id)
+
     def write(self, jobs: list[NewJob]) -> None:
         """Enqueues in one transaction of its own, unless this thread's messages are recorded. An answer that was lost with the connection
         is looked up, the ids being ours."""
-        self._ready()
-        entries = recorded.entries_for(self.database.database_id)
+        entries = self.recorded()
         if entries is not None:
             entries.extend(jobs)
-            return
+        else:
+            self._write(jobs)
 
-        def verb(session: Session, new: list[NewJob]) -> None:
-            for job in new:
-                self.dialect.enqueue(session, job)
-
-        single = len(jobs) == 1 and self.dialect.name != "sqlite"
-        run = self.database.single if single else self.database.run
+    def write_all(self, jobs: list[NewJob], *, look_first: bool) -> QueueError | None:
+        """As ``write`` for messages of several publishers. If the database refuses what they are, each is written alone, and the first
+        error of one that was refused is returned. ``look_first``: some or all may have been written by now."""
+        self._ready()
+        jobs = self._missing(jobs) if look_first else jobs
         try:
-            run(lambda session: verb(session, jobs))
+            self._write(jobs)
+            return None
+        except (ConnectionLost, DatabaseBusy):
+            raise
+        except QueueError as error:
+            if len(jobs) == 1:
+                return error
+        refusals = [self.write_all([job], look_first=True) for job in jobs]
+        return next((error for error in refusals if error is not None), None)
+
+    def _write(self, jobs: list[NewJob]) -> None:
+        try:
+            self._insert(jobs)
         except ConnectionLost:
-            missing = self.database.read(lambda s: [job for job in jobs if not self.dialect.exists(s, job.id)])
-            if missing:
-                run(lambda session: verb(session, missing))
+            self._insert(self._missing(jobs))
+
+    def _insert(self, jobs: list[NewJob]) -> None:
+        run = self.database.run if self.dialect.name == "sqlite" else self.database.single
+        if len(jobs) == 1:
+            run(lambda session: self.dialect.enqueue(session, jobs[0]))
+        elif jobs:
+            run(lambda session: self.dialect.insert_due(session, jobs))
+
+    def _missing(self, jobs: list[NewJob]) -> list[NewJob]:
+        return self.database.read(lambda s: [job for job in jobs if not self.dialect.exists(s, job.id)])
 
     def claim_one(self, queue: str, owner: int) -> Delivery | None:
         """For basic_get. What cannot be delivered is settled here and the next one taken."""

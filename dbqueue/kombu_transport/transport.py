@@ -20,6 +20,7 @@ from kombu.transport import base, virtual
 
 from dbqueue import __version__
 from dbqueue.errors import ConnectionLost, DatabaseBusy
+from dbqueue.kombu_transport import groups
 from dbqueue.kombu_transport import options as configuration
 from dbqueue.kombu_transport.channel import Channel, next_place, tasks_begun
 from dbqueue.kombu_transport.express import Express
@@ -63,6 +64,7 @@ class Transport(virtual.Transport):
         self._express: Express | None = None
         _let_celery_mingle()
         _let_celery_hide_the_password()
+        groups.install()
 
     # -- connecting --------------------------------------------------------------------------------------------------
 

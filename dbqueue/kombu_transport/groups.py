@@ -1,0 +1,255 @@
+"""A group's messages are written together: a hundred in one transaction, where each alone would wait for a commit of its own.
+
+Celery publishes the members of a group, and of a chord's header, one after the other, and returns when all are out. Between two of
+them nobody needs to find the first one written, so what is published through the group's own producer is gathered. It is written
+when it is much or has waited for some time; before this thread sends or looks at anything else; and with the last member, so that an
+error is that one's own and is tried again as its options say. What could be refused for what it is goes alone, and raises where it
+was published.
+
+Nothing of Celery is imported here: its method is wrapped when Celery has come (see the package), and left alone if it is not as we
+know it. This module is imported in every program with Celery and dbqueue installed, so it needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dbqueue.database.tables import NewJob
+    from dbqueue.kombu_transport.publishing import Publisher
+
+MOST = 100
+MOST_BYTES = 1 << 20
+LONGEST = 0.05
+"""Seconds after which the first one that waits is written, as soon as anything happens."""
+SLOW = 0.005
+"""Seconds: a source of members that took so long for the last one is not waited for again with messages in hand."""
+
+
+class Batch:
+    """The messages of one group (and of groups inside of it) that wait to be written. It is the thread's that publishes the group."""
+
+    def __init__(self, producer: Any, outer: Batch | None, policy: dict[str, Any] | None) -> None:
+        """``policy``: how to try again what is written between two members; None: not at all."""
+        self.producer = producer
+        self._outer = outer
+        self._policy = policy
+        self._owner = _caller()
+        self._jobs: list[NewJob] = []
+        self._bytes = 0
+        self._since = 0.0
+        self._sources = 0
+        """From which more members may come."""
+        self._asking = 0
+        """Such a source, the caller's code, is at work: what it publishes itself is its own affair."""
+        self._slow = False
+        self._failed = False
+        """The last writing did, and may have been done all the same."""
+        self._ended = False
+
+    @property
+    def active(self) -> bool:
+        """False in a thread, a task or a process that has inherited it."""
+        return not self._ended and self._owner == _caller()
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def write(self, channel: Publisher, jobs: list[NewJob]) -> None:
+        """One message, for one queue or several. An error of those that wait leaves them waiting, and this one not taken: whoever
+        publishes it again writes them first."""
+        if self._outer is not None:
+            self._outer.flush()
+        if self._asking or self.producer.channel is not channel or not all(map(_is_plain, jobs)):
+            self.flush()
+            channel.station.write(jobs)
+        elif not self._sources:
+            self._write(channel, jobs)
+        else:
+            if self._is_due():
+                self._write(channel)
+            if not self._jobs:
+                self._since = time.monotonic()
+            self._jobs += jobs
+            self._bytes += sum(map(_size, jobs))
+
+    def _is_due(self) -> bool:
+        return bool(self._jobs) and (
+            len(self._jobs) >= MOST or self._bytes >= MOST_BYTES or time.monotonic() - self._since >= LONGEST
+        )
+
+    def flush(self) -> None:
+        """Writes what waits. Raises what writing raises; what was not written waits on."""
+        if self._outer is not None:
+            self._outer.flush()
+        if self._jobs:
+            self._write(self.producer.channel)
+
+    def _write(self, channel: Publisher, more: list[NewJob] | None = None) -> None:
+        """``more``: a message that nobody keeps if it fails. Its publisher sends it again, under another id."""
+        looks, self._failed = self._failed, True
+        refusal = channel.station.write_all([*self._jobs, *(more or ())], look_first=looks)
+        self._jobs, self._bytes, self._failed = [], 0, False
+        if refusal is not None:
+            raise refusal
+
+    # -- the group ---------------------------------------------------------------------------------------------------
+
+    def members(self, source: Iterable[Any]) -> Iterator[Any]:
+        """The same members. Celery asks for one ahead, so the end is known before the last one is published."""
+        members = iter(source)
+        self._sources += 1
+        try:
+            while True:
+                if self._is_due() or (self._slow and self._jobs):
+                    self.flush_patiently()
+                began = time.monotonic()
+                self._asking += 1
+                try:
+                    member = next(members)
+                except StopIteration:
+                    return
+                finally:
+                    self._asking -= 1
+                    self._slow = time.monotonic() - began >= SLOW
+                yield member
+        finally:
+            self._sources -= 1
+
+    def flush_patiently(self) -> None:
+        """As ``flush``, where no publishing is under way that would be tried again, and whose errors kombu would translate."""
+        if self._policy is None:
+            self.flush()
+        else:
+            self.producer.connection.ensure(self.producer, self.flush, **self._policy)()
+
+    def end(self) -> None:
+        try:
+            if self._jobs:  # the last member was none of a queue
+                self.flush_patiently()
+        finally:
+            self._ended = True
+
+    def give_up(self) -> None:
+        """The group has failed; what was published before is published."""
+        try:
+            if self._failed:  # that is why, and it was tried again as often as it should be
+                with suppress(Exception):
+                    self.flush()
+            elif self._jobs:
+                self.flush_patiently()
+        finally:
+            self._ended = True
+
+
+_current: ContextVar[Batch | None] = ContextVar("dbqueue_batch", default=None)
+
+
+def current() -> Batch | None:
+    """Where a message goes that this thread publishes now; None: it is written at once."""
+    batch = _current.get()
+    return batch if batch is not None and batch.active else None
+
+
+def flush() -> None:
+    """Writes what waits, before this thread does something else that others see, or looks."""
+    batch = current()
+    if batch is not None:
+        batch.flush()
+
+
+@contextmanager
+def gathering(producer: Any, policy: dict[str, Any] | None) -> Iterator[Batch]:
+    """Until the block ends, messages that this thread publishes through ``producer`` are gathered. Inside of another such block of the
+    same producer they are that one's."""
+    outer = current()
+    if outer is not None and outer.producer is producer:
+        yield outer
+        return
+    batch = Batch(producer, outer, policy)
+    token = _current.set(batch)
+    try:
+        try:
+            yield batch
+        except BaseException:
+            batch.give_up()
+            raise
+        batch.end()
+    finally:
+        _current.reset(token)
+
+
+def _caller() -> tuple[int, int]:
+    return os.getpid(), threading.get_ident()
+
+
+def _size(job: NewJob) -> int:
+    return len(job.payload) + len(job.head or b"")
+
+
+def _is_plain(job: NewJob) -> bool:
+    """Nothing of it can be refused by any database, whatever the database's encoding."""
+    text = f"{job.target}{job.queue}{job.task_id}"
+    return (
+        text.isascii() and "\0" not in text and _size(job) <= MOST_BYTES and _fits(job.run_at) and _fits(job.ttl)
+    )  # fmt: skip
+
+
+def _fits(microseconds: int | None) -> bool:
+    return microseconds is None or 0 <= microseconds < 1 << 62
+
+
+# -- Celery's groups ---------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Has Celery's groups gathered, if Celery is there and its method is as we know it. May be called again."""
+    group = getattr(sys.modules.get("celery.canvas"), "group", None)
+    method = getattr(group, "_apply_tasks", None)
+    if group is not None and method is not None and not hasattr(method, "gathers") and _is_known(method):
+        group._apply_tasks = _gathers(method)
+
+
+def _is_known(method: Any) -> bool:
+    """A generator that publishes the members it is given, one after the other, with one producer."""
+    try:
+        names = list(inspect.signature(method).parameters)
+    except (TypeError, ValueError):
+        return False
+    return names[:4] == ["self", "tasks", "producer", "app"] and inspect.isgeneratorfunction(inspect.unwrap(method))
+
+
+def _gathers(method: Callable[..., Iterable[Any]]) -> Callable[..., Iterable[Any]]:
+    @functools.wraps(method)
+    def apply_tasks(self: Any, tasks: Any, producer: Any = None, app: Any = None, *args: Any, **options: Any) -> Any:
+        app = app or self.app
+        with app.producer_or_acquire(producer) as own:
+            if _is_ours(own):
+                with gathering(own, _policy(app.conf, options)) as batch:
+                    return list(method(self, batch.members(tasks), own, app, *args, **options))
+        return method(self, tasks, producer, app, *args, **options)
+
+    apply_tasks.gathers = True  # type: ignore[attr-defined]
+    return apply_tasks
+
+
+def _is_ours(producer: Any) -> bool:
+    """Whether it publishes to a broker of this transport. Nothing is connected to find that out."""
+    connection = getattr(producer, "__connection__", None)
+    return connection is not None and getattr(connection.get_transport_cls(), "driver_type", None) == "dbqueue"
+
+
+def _policy(conf: Any, options: dict[str, Any]) -> dict[str, Any] | None:
+    """How Celery would try again to publish a member; None: not at all."""
+    retry = options.get("retry")
+    if not (conf.task_publish_retry if retry is None else retry):
+        return None
+    return {**conf.task_publish_retry_policy, **(options.get("retry_policy") or {})}
