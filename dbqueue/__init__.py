@@ -60,11 +60,11 @@ class _WhenKombuComes(importlib.abc.MetaPathFinder):
 
 class _WhenCeleryHasCome(importlib.abc.MetaPathFinder):
     """Has the messages of Celery's groups gathered, for brokers of ours, before the first group is published. To wait for the import of
-    their module would not do: as a rule it is under way when Celery imports kombu, and kombu our plugin. So the first import of
-    anything that comes after it is waited for; an app makes several."""
+    their module would not do: it may be under way when Celery imports kombu, and kombu our plugin. So the first import of another of
+    Celery's modules that comes after it is waited for; an app makes several."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if hasattr(sys.modules.get("celery.canvas"), "group"):
+        if fullname.startswith("celery.") and hasattr(sys.modules.get("celery.canvas"), "group"):
             with contextlib.suppress(ValueError):  # another thread was here
                 sys.meta_path.remove(self)
             importlib.import_module("dbqueue.kombu_transport.groups").install()

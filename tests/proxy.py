@@ -3,6 +3,7 @@
 `lose_answer` lets the server do what it was sent and keeps its answer: the client cannot know that the COMMIT succeeded.
 `lose_request` cuts before the server has seen anything. `cut` ends all connections at once, whatever the server is doing.
 `lose_answers` goes on losing answers by chance; `lost` then tells which, so that a test can find out what they were about.
+`requests` counts what was asked: one is a statement, or several behind one Sync.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Proxy:
         self._plan: tuple[Literal["answer", "request"], bytes] | None = None
         self._lock = threading.Lock()
         self._pairs: list[_Pair] = []
-        self.losses = 0
+        self.losses = self.requests = 0
         self.lost: list[Lost] = []
         self._share, self._chance = 0.0, random.Random()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -111,6 +112,7 @@ class _Pair:
     def forward(self) -> None:
         with contextlib.suppress(OSError):
             while data := self._client.recv(65536):
+                self._proxy.requests += data[:1] == b"Q" or data.endswith(_SYNC)
                 what = self._proxy._take_plan(data, made=self._made)
                 if what == "request":
                     self._proxy.losses += 1

@@ -1,10 +1,9 @@
 """A group's messages are written together: a hundred in one transaction, where each alone would wait for a commit of its own.
 
 Celery publishes the members of a group, and of a chord's header, one after the other, and returns when all are out. Between two of
-them nobody needs to find the first one written, so what is published through the group's own producer is gathered. It is written
-when it is much or has waited for some time; before this thread sends or looks at anything else; and with the last member, so that an
-error is that one's own and is tried again as its options say. What could be refused for what it is goes alone, and raises where it
-was published.
+them nobody needs to find the first one written, so what it publishes for a member is gathered. It is written when it is much or has
+waited for some time; before this thread sends or looks at anything else; and with the last member, so that an error is that one's own
+and is tried again as its options say. What could be refused for what it is goes alone, and raises where it was published.
 
 Nothing of Celery is imported here: its method is wrapped when Celery has come (see the package), and left alone if it is not as we
 know it. This module is imported in every program with Celery and dbqueue installed, so it needs nothing but the standard library.
@@ -38,19 +37,23 @@ SLOW = 0.005
 class Batch:
     """The messages of one group (and of groups inside of it) that wait to be written. It is the thread's that publishes the group."""
 
-    def __init__(self, producer: Any, outer: Batch | None, policy: dict[str, Any] | None) -> None:
-        """``policy``: how to try again what is written between two members; None: not at all."""
+    def __init__(self, producer: Any, outer: Batch | None, policy: dict[str, Any]) -> None:
+        """``policy``: how to try again what is written between two members, as kombu's ``ensure`` takes it."""
         self.producer = producer
+        self.asking = 0
+        """A source of members, which is the caller's code, is at work: what it publishes is its own affair."""
         self._outer = outer
         self._policy = policy
         self._owner = _caller()
         self._jobs: list[NewJob] = []
         self._bytes = 0
         self._since = 0.0
+        self._channel: Publisher | None = None
+        """Through which the last of them came."""
         self._sources = 0
         """From which more members may come."""
-        self._asking = 0
-        """Such a source, the caller's code, is at work: what it publishes itself is its own affair."""
+        self._expected: set[str] = set()
+        """Tasks of members that are not published yet."""
         self._slow = False
         self._failed = False
         """The last writing did, and may have been done all the same."""
@@ -68,18 +71,24 @@ class Batch:
         publishes it again writes them first."""
         if self._outer is not None:
             self._outer.flush()
-        if self._asking or self.producer.channel is not channel or not all(map(_is_plain, jobs)):
+        task = jobs[0].task_id
+        if task not in self._expected or not all(map(_is_plain, jobs)):
             self.flush()
             channel.station.write(jobs)
-        elif not self._sources:
-            self._write(channel, jobs)
+            return
+        if self._channel is not None and self._channel.station.options != channel.station.options:
+            self.flush()  # this member has a connection of its own, to somewhere else
+        self._channel = channel
+        if not self._sources:
+            self._write(jobs)
         else:
             if self._is_due():
-                self._write(channel)
+                self._write()
             if not self._jobs:
                 self._since = time.monotonic()
             self._jobs += jobs
             self._bytes += sum(map(_size, jobs))
+        self._expected.discard(task)
 
     def _is_due(self) -> bool:
         return bool(self._jobs) and (
@@ -91,10 +100,13 @@ class Batch:
         if self._outer is not None:
             self._outer.flush()
         if self._jobs:
-            self._write(self.producer.channel)
+            self._write()
 
-    def _write(self, channel: Publisher, more: list[NewJob] | None = None) -> None:
+    def _write(self, more: list[NewJob] | None = None) -> None:
         """``more``: a message that nobody keeps if it fails. Its publisher sends it again, under another id."""
+        channel = self._channel
+        if channel is None or channel.closed:  # kombu has made its connection anew
+            channel = self.producer.channel
         looks, self._failed = self._failed, True
         refusal = channel.station.write_all([*self._jobs, *(more or ())], look_first=looks)
         self._jobs, self._bytes, self._failed = [], 0, False
@@ -112,24 +124,22 @@ class Batch:
                 if self._is_due() or (self._slow and self._jobs):
                     self.flush_patiently()
                 began = time.monotonic()
-                self._asking += 1
+                self.asking += 1
                 try:
                     member = next(members)
                 except StopIteration:
                     return
                 finally:
-                    self._asking -= 1
+                    self.asking -= 1
                     self._slow = time.monotonic() - began >= SLOW
+                self._expected.add(_first_task(member))
                 yield member
         finally:
             self._sources -= 1
 
     def flush_patiently(self) -> None:
-        """As ``flush``, where no publishing is under way that would be tried again, and whose errors kombu would translate."""
-        if self._policy is None:
-            self.flush()
-        else:
-            self.producer.connection.ensure(self.producer, self.flush, **self._policy)()
+        """As ``flush``, where no publishing is under way that would be tried again, and whose errors would be translated."""
+        self.producer.connection.ensure(self.producer, self.flush, **self._policy)()
 
     def end(self) -> None:
         try:
@@ -167,11 +177,11 @@ def flush() -> None:
 
 
 @contextmanager
-def gathering(producer: Any, policy: dict[str, Any] | None) -> Iterator[Batch]:
-    """Until the block ends, messages that this thread publishes through ``producer`` are gathered. Inside of another such block of the
-    same producer they are that one's."""
+def gathering(producer: Any, policy: dict[str, Any]) -> Iterator[Batch]:
+    """Until the block ends, what this thread publishes for the members of a group is gathered. A group inside of one, published with
+    its producer, is a part of it."""
     outer = current()
-    if outer is not None and outer.producer is producer:
+    if outer is not None and outer.producer is producer and not outer.asking:
         yield outer
         return
     batch = Batch(producer, outer, policy)
@@ -189,6 +199,14 @@ def gathering(producer: Any, policy: dict[str, Any] | None) -> Iterator[Batch]:
 
 def _caller() -> tuple[int, int]:
     return os.getpid(), threading.get_ident()
+
+
+def _first_task(member: Any) -> str:
+    """The id of what is published for a member: (signature, result, group), where the result of a chain is its last task's."""
+    result = member[1]
+    while getattr(result, "parent", None) is not None:
+        result = result.parent
+    return str(result.id)
 
 
 def _size(job: NewJob) -> int:
@@ -247,9 +265,9 @@ def _is_ours(producer: Any) -> bool:
     return connection is not None and getattr(connection.get_transport_cls(), "driver_type", None) == "dbqueue"
 
 
-def _policy(conf: Any, options: dict[str, Any]) -> dict[str, Any] | None:
-    """How Celery would try again to publish a member; None: not at all."""
+def _policy(conf: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """How Celery would try again to publish a member."""
     retry = options.get("retry")
     if not (conf.task_publish_retry if retry is None else retry):
-        return None
+        return {"max_retries": 0}
     return {**conf.task_publish_retry_policy, **(options.get("retry_policy") or {})}
