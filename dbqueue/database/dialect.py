@@ -95,7 +95,8 @@ class Dialect(Protocol):
 
     # schedules
     def insert_due(self, session: Session, jobs: Sequence[NewJob]) -> set[bytes]:
-        """Writes jobs of any kinds, messages too; returns the ids of those written: not where another unfinished job has the key."""
+        """Writes jobs of any kinds, messages too; returns the ids of those written: not where another unfinished job has the key, and
+        not what is there already. On a connection of our own it is one round trip, where rows can be sent together."""
 
     def move_cursors(self, session: Session, moves: Sequence[Move]) -> int:
         """Each by compare-and-set on where the cursor was; returns how many moved."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST = 100
 MOST_BYTES = 1 << 20
 LONGEST = 0.05
-"""Seconds after which the first one that waits is written, as soon as anything happens."""
+"""Seconds after which what waits is written, before the next member is asked for or published."""
 SLOW = 0.005
 """Seconds: a source of members that took so long for the last one is not waited for again with messages in hand."""
 
@@ -132,7 +132,8 @@ class Batch:
                 finally:
                     self.asking -= 1
                     self._slow = time.monotonic() - began >= SLOW
-                self._expected.add(_first_task(member))
+                if (task := _first_task(member)) is not None:
+                    self._expected.add(task)
                 yield member
         finally:
             self._sources -= 1
@@ -201,12 +202,16 @@ def _caller() -> tuple[int, int]:
     return os.getpid(), threading.get_ident()
 
 
-def _first_task(member: Any) -> str:
-    """The id of what is published for a member: (signature, result, group), where the result of a chain is its last task's."""
-    result = member[1]
-    while getattr(result, "parent", None) is not None:
-        result = result.parent
-    return str(result.id)
+def _first_task(member: Any) -> str | None:
+    """The id of what is published for a member: (signature, result, group), where the result of a chain is its last task's. None: it
+    is of no shape that we know."""
+    try:
+        result = member[1]
+        while result.parent is not None:
+            result = result.parent
+        return str(result.id)
+    except (TypeError, LookupError, AttributeError):
+        return None
 
 
 def _size(job: NewJob) -> int:
