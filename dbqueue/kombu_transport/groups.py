@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MOST = 100
 MOST_BYTES = 1 << 20
 LONGEST = 0.05
-"""Seconds after which what waits is written, before the next member is asked for or published."""
+"""Seconds after which what waits is written, before the next member is asked for."""
 SLOW = 0.005
 """Seconds: a source of members that took so long for the last one is not waited for again with messages in hand."""
 
@@ -82,18 +82,13 @@ class Batch:
         if not self._sources:
             self._write(jobs)
         else:
-            if self._is_due():
+            if len(self._jobs) >= MOST or self._bytes >= MOST_BYTES:
                 self._write()
             if not self._jobs:
                 self._since = time.monotonic()
             self._jobs += jobs
             self._bytes += sum(map(_size, jobs))
         self._expected.discard(task)
-
-    def _is_due(self) -> bool:
-        return bool(self._jobs) and (
-            len(self._jobs) >= MOST or self._bytes >= MOST_BYTES or time.monotonic() - self._since >= LONGEST
-        )
 
     def flush(self) -> None:
         """Writes what waits. Raises what writing raises; what was not written waits on."""
@@ -121,9 +116,10 @@ class Batch:
         self._sources += 1
         try:
             while True:
-                if self._is_due() or (self._slow and self._jobs):
-                    self.flush_patiently()
                 began = time.monotonic()
+                if self._jobs and (self._slow or began - self._since >= LONGEST):
+                    self.flush_patiently()
+                    began = time.monotonic()
                 self.asking += 1
                 try:
                     member = next(members)

@@ -11,12 +11,14 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import kombu
+import psycopg
 import pytest
 from celery import Celery, chain, chord, group
 from celery.signals import after_task_publish
 from kombu.exceptions import EncodeError, OperationalError
 
 from dbqueue import DBQueue
+from dbqueue.database.postgres_statements import GATE_KEY
 from dbqueue.database.sqlite import Sqlite
 from dbqueue.errors import DatabaseError, ReservedName
 from dbqueue.kombu_transport import groups
@@ -175,17 +177,17 @@ def test_a_role_with_other_defaults(postgres: Server, queue: DBQueue, broker_url
     app.close()
 
 
-def test_who_sleeps_is_woken(noop: Any, connect: Callable[..., kombu.Connection]) -> None:
-    """Not by a poll: that comes in half a minute."""
-    connection = connect(poll=30)
-    got: list[Any] = []
-    with kombu.Consumer(connection, [kombu.Queue("q")], on_message=got.append):
-        with pytest.raises(TimeoutError):
-            connection.drain_events(timeout=1)
-        group(named(noop, 20)).apply_async()
-        while len(got) < 20:
-            connection.drain_events(timeout=10)
-    assert [message.headers["id"] for message in got] == names(20)
+@pytest.mark.databases("postgres")
+def test_who_sleeps_is_woken(noop: Any, queue: DBQueue) -> None:
+    key, salt = GATE_KEY.replace("{queue}", "'q'"), {"salt": queue.database.dialect.names.salt}
+    url = queue.database.url.render_as_string(hide_password=False)
+    with psycopg.connect(url, autocommit=True) as sleeper:
+        (channel,) = sleeper.execute(f"SELECT 'dbqueue_' || to_hex({key})", salt).fetchone()  # type: ignore[misc]
+        sleeper.execute(f"LISTEN {channel}")
+        sleeper.execute(f"SELECT pg_advisory_lock_shared({key})", salt)
+        group(named(noop, 150)).apply_async()
+        sleeper.execute("SELECT 1")
+        assert len(list(sleeper.notifies(timeout=0))) == 2
 
 
 def test_nobody_waits_for_more_than_a_moment(
@@ -475,22 +477,27 @@ def at_tenth(noop: Any, do: Callable[[], None]) -> Iterator[Any]:
         yield member
 
 
+@pytest.mark.parametrize("first", ["one", "group"])
 def test_what_the_source_publishes_is_there_at_once_and_in_its_place(
-    noop: Any, queue: DBQueue, published: list[str]
+    noop: Any, app: Celery, queue: DBQueue, published: list[str], first: str
 ) -> None:
     seen: list[bool] = []
 
     def publish() -> None:
-        noop.apply_async(task_id="alone")
-        seen.append(written(queue) == published)
-        group(named(noop, 50, 53)).apply_async()
+        (noop.apply_async if first == "one" else group(named(noop, 50, 53)).apply_async)(**more)
         seen.append(written(queue) == published)
 
+    more = {"task_id": "alone"} if first == "one" else {}
+    with app.producer_or_acquire() as one, app.producer_or_acquire() as other:
+        for producer in (one, other):  # nothing is left to be declared
+            noop.apply_async(producer=producer)
+    take_all(queue)
+    published.clear()
     group(at_tenth(noop, publish)).apply_async()
-    assert seen == [True, True]
-    assert 7 <= published.index("alone") < 10
+    assert seen == [True]
+    assert 7 <= published.index("alone" if first == "one" else name(50)) < 10
     assert written(queue) == published
-    assert len(published) == 24
+    assert len(published) == (21 if first == "one" else 23)
 
 
 @pytest.mark.parametrize("what", ["control", "event", "look", "one by the same producer", "transient"])
@@ -560,11 +567,19 @@ def test_another_thread_publishes_at_once_and_leaves_the_group_alone(noop: Any, 
     assert written(queue) == ["alone", *names(20)]
 
 
-def test_a_context_that_outlives_the_group_gathers_nothing(noop: Any, queue: DBQueue) -> None:
+def test_a_context_that_outlives_the_group_gathers_nothing(noop: Any, queue: DBQueue, published: list[str]) -> None:
     kept: list[contextvars.Context] = []
-    group(at_tenth(noop, lambda: kept.append(contextvars.copy_context()))).apply_async()
-    kept[0].run(lambda: noop.apply_async(task_id="m-0020"))
-    assert written(queue) == names(21)
+
+    def members() -> Iterator[Any]:
+        yield from named(noop, 3)
+        kept.append(contextvars.copy_context())
+        yield from [*named(noop, 3, 5), fails(noop, "arguments"), *named(noop, 5, 10)]
+
+    with pytest.raises(EncodeError) as failed:  # and keeps what was running
+        group(members()).apply_async()
+    kept[0].run(lambda: noop.apply_async(task_id=name(5)))  # which the group was given, and did not come to publish
+    assert written(queue) == published == names(6)
+    del failed
 
 
 # -- how it comes to Celery --------------------------------------------------------------------------------------------
