@@ -291,7 +291,7 @@ def fails(noop: Any, how: str) -> Any:
     return noop.s(70).set(task_id="nul \0")
 
 
-places = pytest.mark.parametrize("place", [0, 1, 70, 99])
+places = pytest.mark.parametrize("place", [0, 70])
 
 
 @pytest.mark.parametrize(("how", "error"), [("source", Broken), ("arguments", EncodeError), ("queue", ReservedName)])
@@ -396,14 +396,13 @@ LOSSES = pytest.mark.parametrize("loss", ["answer", "request"])
 @pytest.mark.databases("postgres")
 @LOSSES
 @pytest.mark.parametrize("place", [1, 150, 299])
-@pytest.mark.parametrize("retry", [True, False])
 def test_a_batch_whose_connection_ends_is_there_once(
-    proxied: tuple[Proxy, Celery], queue: DBQueue, loss: str, place: int, retry: bool
+    proxied: tuple[Proxy, Celery], queue: DBQueue, loss: str, place: int
 ) -> None:
     """In the first batch, one in the middle, the last. It is looked up by the ids; no publishing is begun again."""
     proxy, app = proxied
     (proxy.lose_answer if loss == "answer" else proxy.lose_request)(name(place).encode())
-    group(named(app.tasks["noop"], 1, 300)).apply_async(retry=retry)
+    group(named(app.tasks["noop"], 1, 300)).apply_async(retry=False)
     assert (proxy.armed, proxy.losses) == (False, 1)
     assert written(queue) == names(300)
 
