@@ -63,11 +63,15 @@ class _WhenCeleryHasCome(importlib.abc.MetaPathFinder):
     their module would not do: it may be under way when Celery imports kombu, and kombu our plugin. So the first import of another of
     Celery's modules that comes after it is waited for; an app makes several."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if fullname.startswith("celery.") and hasattr(sys.modules.get("celery.canvas"), "group"):
-            with contextlib.suppress(ValueError):  # another thread was here
-                sys.meta_path.remove(self)
-            importlib.import_module("dbqueue.kombu_transport.groups").install()
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith("celery.") or not hasattr(sys.modules.get("celery.canvas"), "group"):
+            return None
+        with contextlib.suppress(ValueError):  # another thread was here
+            sys.meta_path.remove(self)
+        importlib.import_module("dbqueue.kombu_transport.groups").install()
+        return importlib.util.find_spec(fullname)  # whoever came after us in the list would be passed over now
 
 
 def _register() -> None:

@@ -392,17 +392,28 @@ def forget_dead_consumers(dialect: Dialect, session: Session, grace_us: int) -> 
     )
 
 
-def expired_messages(dialect: Dialect, session: Session, limit: int) -> list[tuple[bytes, bytes, int]]:
-    """Messages that waited past their time to live: id, head, and for how many microseconds by now."""
+@dataclass(frozen=True)
+class Expired:
+    """A message that waited past its time to live."""
+
+    id: bytes
+    head: bytes
+    at: int
+    since: int
+    """Microseconds by now."""
+
+
+def expired_messages(dialect: Dialect, session: Session, after: int, limit: int) -> list[Expired]:
+    """The first of those that expired at ``after`` or later."""
     rows = session.execute(
         dialect.portable(
-            "SELECT id, head, (SELECT {now}) - expires_at FROM {jobs} "
-            "WHERE state = 0 AND expires_at IS NOT NULL AND expires_at <= (SELECT {now}) "
+            "SELECT id, head, expires_at, (SELECT {now}) - expires_at FROM {jobs} "
+            "WHERE state = 0 AND expires_at >= :after AND expires_at <= (SELECT {now}) "
             f"ORDER BY expires_at LIMIT {int(limit)}"
         ),
-        {"offset": dialect.clock.offset},
+        {"after": after, "offset": dialect.clock.offset},
     )
-    return [(bytes(row[0]), bytes(row[1] or b""), int(row[2])) for row in rows]
+    return [Expired(bytes(row[0]), bytes(row[1] or b""), int(row[2]), int(row[3])) for row in rows]
 
 
 # -- revoked tasks -----------------------------------------------------------------------------------------------------

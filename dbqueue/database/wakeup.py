@@ -165,7 +165,9 @@ class Listener:
     def _take_notices(self) -> None:
         while (notice := self._connection.pgconn.notifies()) is not None:
             self._heard = True
-            self._rung.add(self._names[notice.relname])
+            name = self._names.get(notice.relname)
+            if name is not None:  # else the session was another's before, in a pooler
+                self._rung.add(name)
 
     def heard(self) -> bool:
         self._connection.pgconn.consume_input()

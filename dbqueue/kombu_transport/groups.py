@@ -1,9 +1,10 @@
 """A group's messages are written together: a hundred in one transaction, where each alone would wait for a commit of its own.
 
 Celery publishes the members of a group, and of a chord's header, one after the other, and returns when all are out. Between two of
-them nobody needs to find the first one written, so what it publishes for a member is gathered. It is written when it is much or has
-waited for some time; before this thread sends or looks at anything else; and with the last member, so that an error is that one's own
-and is tried again as its options say. What could be refused for what it is goes alone, and raises where it was published.
+them nobody needs to find the first one written, so what it publishes for a member is gathered. It is written when it is much; when it
+has waited for some time, by another thread if this one is kept by whatever makes the members; before this thread publishes anything
+else or looks at a queue; and with the last member, so that an error is that one's own and is tried again as its options say. What could
+be refused for what it is goes alone, and raises where it was published.
 
 Nothing of Celery is imported here: its method is wrapped when Celery has come (see the package), and left alone if it is not as we
 know it. This module is imported in every program with Celery and dbqueue installed, so it needs nothing but the standard library.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 MOST = 100
 MOST_BYTES = 1 << 20
 LONGEST = 0.05
-"""Seconds after which what waits is written, before the next member is asked for."""
+"""Seconds after which what waits is written."""
 SLOW = 0.005
 """Seconds: a source of members that took so long for the last one is not waited for again with messages in hand."""
 
@@ -57,7 +58,11 @@ class Batch:
         self._slow = False
         self._failed = False
         """The last writing did, and may have been done all the same."""
+        self._refused: Exception | None = None
+        """What the watch was told, for the group's own thread."""
         self._ended = False
+        self._lock = threading.RLock()
+        """Of what waits and its writing."""
 
     @property
     def active(self) -> bool:
@@ -71,6 +76,10 @@ class Batch:
         publishes it again writes them first."""
         if self._outer is not None:
             self._outer.flush()
+        with self._lock:
+            self._take(channel, jobs)
+
+    def _take(self, channel: Publisher, jobs: list[NewJob]) -> None:
         task = jobs[0].task_id
         if task not in self._expected or not all(map(_is_plain, jobs)):
             self.flush()
@@ -94,8 +103,28 @@ class Batch:
         """Writes what waits. Raises what writing raises; what was not written waits on."""
         if self._outer is not None:
             self._outer.flush()
-        if self._jobs:
-            self._write()
+        with self._lock:
+            error, self._refused = self._refused, None
+            if error is not None:
+                raise error
+            if self._jobs:
+                self._write()
+
+    def flush_if_late(self) -> None:
+        """From the watch. What is refused is told in the group's own thread, and what fails is tried again there."""
+        if not self._is_late() or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._is_late() and self._channel is not None and not self._channel.closed:
+                self._write()
+        except Exception as error:
+            if not self._failed:
+                self._refused = error
+        finally:
+            self._lock.release()
+
+    def _is_late(self) -> bool:
+        return bool(self._jobs) and not self._failed and time.monotonic() - self._since >= LONGEST
 
     def _write(self, more: list[NewJob] | None = None) -> None:
         """``more``: a message that nobody keeps if it fails. Its publisher sends it again, under another id."""
@@ -116,10 +145,9 @@ class Batch:
         self._sources += 1
         try:
             while True:
-                began = time.monotonic()
-                if self._jobs and (self._slow or began - self._since >= LONGEST):
+                if self._refused or (self._jobs and (self._slow or time.monotonic() - self._since >= LONGEST)):
                     self.flush_patiently()
-                    began = time.monotonic()
+                began = time.monotonic()
                 self.asking += 1
                 try:
                     member = next(members)
@@ -140,13 +168,14 @@ class Batch:
 
     def end(self) -> None:
         try:
-            if self._jobs:  # the last member was none of a queue
+            if self._jobs or self._refused:  # the last member was none of a queue
                 self.flush_patiently()
         finally:
             self._ended = True
 
     def give_up(self) -> None:
         """The group has failed; what was published before is published."""
+        self._refused = None  # one error is told
         try:
             if self._failed:  # that is why, and it was tried again as often as it should be
                 with suppress(Exception):
@@ -183,6 +212,7 @@ def gathering(producer: Any, policy: dict[str, Any]) -> Iterator[Batch]:
         return
     batch = Batch(producer, outer, policy)
     token = _current.set(batch)
+    _watch.add(batch)
     try:
         try:
             yield batch
@@ -191,7 +221,41 @@ def gathering(producer: Any, policy: dict[str, Any]) -> Iterator[Batch]:
             raise
         batch.end()
     finally:
+        _watch.discard(batch)
         _current.reset(token)
+
+
+class _Watch:
+    """One thread for all groups of a process; it sleeps while none is published."""
+
+    def __init__(self) -> None:
+        self._batches: set[Batch] = set()
+        self._any = threading.Event()
+        self._pid = 0
+
+    def add(self, batch: Batch) -> None:
+        if self._pid != os.getpid():  # the first, or a child of the process that had it
+            self._batches, self._any, self._pid = set(), threading.Event(), os.getpid()
+            threading.Thread(target=self._run, name="dbqueue-groups", daemon=True).start()
+        self._batches.add(batch)
+        self._any.set()
+
+    def discard(self, batch: Batch) -> None:
+        self._batches.discard(batch)
+
+    def _run(self) -> None:
+        while True:
+            self._any.wait()
+            time.sleep(LONGEST)
+            for batch in tuple(self._batches):
+                batch.flush_if_late()
+            if not self._batches:
+                self._any.clear()
+                if self._batches:  # added just now
+                    self._any.set()
+
+
+_watch = _Watch()
 
 
 def _caller() -> tuple[int, int]:

@@ -23,7 +23,7 @@ ALIVE, ALIVE_EVERY = 60.0, 20.0
 """Seconds that a consumer's row is good for, and how often its process moves them on."""
 SWEEP_EVERY = 30.0
 PATIENCE = 0.5
-EXPIRED_BATCH = 100
+EXPIRED_BATCH, EXPIRED_BATCHES = 100, 20
 TOLD_FOR = 3_600.0
 """Seconds for which a task that Celery's own ``expires`` ended stays, for a worker that comes to tell it as revoked."""
 
@@ -34,6 +34,7 @@ class Housekeeping:
     def __init__(self, database: Database, mail: Mail, worker: str) -> None:
         self._dialect, self._mail, self._worker = database.dialect, mail, worker
         self._alive_at = time.monotonic() + ALIVE_EVERY
+        self._expired_after = self._batches = 0
         self._sweep_at = time.monotonic() + random.uniform(0.5, 1.0) * SWEEP_EVERY
 
     @property
@@ -55,18 +56,23 @@ class Housekeeping:
             route = routing.find_queue(dialect, session, queue)
             routing.delete_in_steps(dialect, lambda verb: _write(session, verb), queue, route)
             self._mail.drop(queue, session)
-        expired = [
-            job_id
-            for job_id, head, since in routing.expired_messages(dialect, session, EXPIRED_BATCH)
-            if since >= TOLD_FOR * 1e6 or not messages.has_expiry(head)
-        ]
-        for job_id in expired:
-            _write(session, lambda s, job_id=job_id: dialect.cancel(s, job_id))  # type: ignore[misc]
-        if len(expired) >= EXPIRED_BATCH:
-            self._sweep_at = 0.0
+        self._clear_expired(session)
         _write(session, lambda s: routing.forget_dead_consumers(dialect, s, grace))
         _write(session, lambda s: routing.forget_revoked(dialect, s))
         self._mail.prune(session)
+
+    def _clear_expired(self, session: OwnSession) -> None:
+        """A batch, and at once the next, up to a number of them; the following round goes on from there."""
+        seen = routing.expired_messages(self._dialect, session, self._expired_after, EXPIRED_BATCH)
+        for message in seen:
+            if message.since >= TOLD_FOR * 1e6 or not messages.has_expiry(message.head):
+                _write(session, lambda s, id=message.id: self._dialect.cancel(s, id))  # type: ignore[misc]
+        whole = len(seen) < EXPIRED_BATCH
+        self._batches = (self._batches + 1) % EXPIRED_BATCHES
+        if not whole and self._batches:
+            self._sweep_at = 0.0
+        # Those that stay must not be in the way of others. As many at one microsecond would be passed over until the next round.
+        self._expired_after = 0 if whole else max(seen[-1].at, self._expired_after + 1)
 
 
 def _write(session: OwnSession, verb: Callable[[Session], T]) -> T:

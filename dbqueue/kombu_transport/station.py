@@ -395,12 +395,12 @@ class Station:
     def flush(self, patience: float) -> bool:
         """Waits until everything that was acked or given back is written; False: not within ``patience`` seconds."""
         until = time.monotonic() + patience
-        if self._express is not None:
-            self._express.stand_back()
         with self._settled:
             while self.ledger.settling and (left := until - time.monotonic()) > 0:
+                if self._express is not None:
+                    self._express.stand_back()  # again: a bell counts on the loop
                 self.wake()
-                self._settled.wait(min(left, 0.5))
+                self._settled.wait(min(left, 0.05))
         return not self.ledger.settling
 
     # -- the thread --------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Child:
     orders: Connection
     """Not blocking; ``outbox`` is what it did not take yet."""
     words: Connection
-    """Not blocking: what is to be heard while a job runs."""
+    """Not blocking: the claims that are cancelled, to be heard while their jobs run."""
     answers: Connection
     """Not blocking; ``inbox`` is what came of an answer that is not whole yet."""
     outbox: bytearray = field(default_factory=bytearray)
@@ -123,6 +123,8 @@ class Order(Struct, frozen=True, gc=False):
     attribute: str
     target: str
     job_id: bytes
+    claim: bytes
+    """Its token. An attempt that was handed back is claimed as the same attempt again, so nothing less tells two claims apart."""
     attempt: int
     max_attempts: int
     payload: bytes
@@ -134,13 +136,13 @@ class Order(Struct, frozen=True, gc=False):
 
     def packed(self) -> bytes:
         row = None if self.row is None else astuple(self.row)
-        return pickle.dumps((*astuple(self)[:7], row, self.verdict, self.signal, self.note))
+        return pickle.dumps((*astuple(self)[:8], row, self.verdict, self.signal, self.note))
 
     @staticmethod
     def unpacked(told: Sequence[Any]) -> Order:
         fields = list(told)
-        if fields[7] is not None:
-            fields[7] = ClaimedRow(*fields[7])
+        if fields[8] is not None:
+            fields[8] = ClaimedRow(*fields[8])
         return Order(*fields)
 
 
@@ -158,17 +160,10 @@ class Answer(Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True)
-class Cancel:
-    job_id: bytes
-    attempt: int
-
-
-@dataclass(frozen=True)
 class Beat:
     """A heartbeat of a delivery."""
 
-    job_id: bytes
-    attempt: int
+    claim: bytes
 
 
 @dataclass(frozen=True)
@@ -241,6 +236,7 @@ class ProcessSlots:
                 *target.address,
                 target.name,
                 row.id,
+                row.token,
                 row.attempt,
                 row.max_attempts,
                 b"",
@@ -250,7 +246,7 @@ class ProcessSlots:
                 work.note,
             )
         else:
-            order = Order(*address(target), target.name, row.id, row.attempt, row.max_attempts, row.payload)
+            order = Order(*address(target), target.name, row.id, row.token, row.attempt, row.max_attempts, row.payload)
         with self._lock:
             child = next((child for child in self._children if _is_idle(child)), None)
             if child is None:
@@ -320,7 +316,7 @@ class ProcessSlots:
             child.process.join(STOP_PATIENCE)
 
     def _end_all(self) -> None:
-        """Idle children may end by themselves within a moment: their pipe is closed."""
+        """Idle children may end by themselves within a moment, as they are told to."""
         with self._lock:
             children, self._children[:] = list(self._children), []
         for child in children:
@@ -348,7 +344,7 @@ class ProcessSlots:
         with self._lock:
             if child in self._children and child.work is not None and child.work.row is row:
                 with suppress(OSError):
-                    os.write(child.words.fileno(), pickle.dumps(Cancel(row.id, row.attempt)))
+                    os.write(child.words.fileno(), pickle.dumps(row.token))
 
     def _send(self, child: Child, message: bytes) -> None:
         child.outbox += message
@@ -400,7 +396,7 @@ class ProcessSlots:
     def _beaten(child: Child, beat: Beat) -> None:
         """It may come from a thread that outlived its job."""
         work = child.work
-        if work is not None and (work.row.id, work.row.attempt) == (beat.job_id, beat.attempt):
+        if work is not None and work.row.token == beat.claim:
             work.context.beat()
 
     def _take(self, child: Child, answer: Answer) -> None:
@@ -682,19 +678,20 @@ class Current:
     """The job that runs, and the last one that was cancelled: either may be known first, as they come by different pipes."""
 
     say: Callable[[Beat], None]
-    context: JobContext | None = None
-    cancelled: Cancel | None = None
+    running: tuple[bytes, JobContext] | None = None
+    cancelled: bytes = b""
 
     def begin(self, order: Order) -> JobContext:
-        self.context = context = JobContext(order.job_id, order.target, order.attempt, order.max_attempts)
-        if self.cancelled is not None and self.cancelled == Cancel(order.job_id, order.attempt):
+        context = JobContext(order.job_id, order.target, order.attempt, order.max_attempts)
+        self.running = order.claim, context
+        if self.cancelled == order.claim:
             context.cancel()
         return context
 
-    def cancel(self, cancelled: Cancel) -> None:
-        self.cancelled, context = cancelled, self.context
-        if context is not None and (context.id.bytes, context.attempt) == (cancelled.job_id, cancelled.attempt):
-            context.cancel()
+    def cancel(self, claim: bytes) -> None:
+        self.cancelled, running = claim, self.running
+        if running is not None and running[0] == claim:
+            running[1].cancel()
 
 
 def _listen(words: Connection, current: Current) -> None:
@@ -712,7 +709,7 @@ def _run(order: Order, current: Current, measured: bool) -> Answer:
         found = found(order.target)
     elif order.target.startswith(PREFIX) and callable(found):
         found = OutboxTarget(order.target, found, (order.module, order.attribute))
-        context.on_beat = partial(current.say, Beat(order.job_id, order.attempt))
+        context.on_beat = partial(current.say, Beat(order.claim))
     found = _target_of(found)
     if not isinstance(found, Target) or found.name != order.target:
         return Answer(int(State.BLOCKED), Kind.UNKNOWN_TARGET, None, 0.0, None, False)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dbqueue import events, ids
 from dbqueue.database.tables import ClaimedRow
@@ -19,7 +20,7 @@ from dbqueue.payload import schema_of
 from dbqueue.runtime.context import JobContext
 from dbqueue.runtime.execute import Outcome, Work
 from dbqueue.runtime.options import WorkerOptions
-from dbqueue.runtime.processes import Cancel, Current, Order
+from dbqueue.runtime.processes import Current, Order
 from dbqueue.runtime.slots import ThreadSlots
 from dbqueue.runtime.stopping import Stopping
 from dbqueue.runtime.wake import Wake
@@ -146,21 +147,20 @@ def test_a_thread_that_ends_after_the_worker_rings_nobody() -> None:
 @pytest.mark.req("D14")
 @pytest.mark.parametrize("first", ["order", "word"])
 def test_a_child_hears_of_a_cancelled_job_whichever_pipe_is_read_first(first: str) -> None:
-    """And not of another one's end, nor of an earlier attempt's."""
-    current, job, other = Current(lambda beat: None), ids.new_id(), ids.new_id()
-    order = Order("module", "attribute", "t", job, 2, 3, b"")
-    for late in (Cancel(other, 2), Cancel(job, 1)):
-        current.cancel(late)
-        assert not current.begin(order).is_cancelled
-        current.cancel(late)
-        assert current.context is not None
-        assert not current.context.is_cancelled
+    """And not of another's, nor of an earlier claim of the same attempt, which was handed back when it was cancelled."""
+    current, earlier, claim = Current(lambda beat: None), ids.new_token(), ids.new_token()
+    order = Order("module", "attribute", "t", ids.new_id(), claim, 1, 3, b"")
+    assert not current.begin(replace(order, claim=earlier)).is_cancelled
+    current.cancel(earlier)
+    context = current.begin(order)
+    assert not context.is_cancelled
+    current.cancel(earlier)
+    assert not context.is_cancelled
     if first == "word":
-        current.cancel(Cancel(job, 2))
+        current.cancel(claim)
         assert current.begin(order).is_cancelled
     else:
-        context = current.begin(order)
-        current.cancel(Cancel(job, 2))
+        current.cancel(claim)
         assert context.is_cancelled
 
 

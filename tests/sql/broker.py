@@ -83,7 +83,7 @@ VERBS: Mapping[str, Verb] = {
     "consumer_count": lambda d, s: routing.consumer_count(d, s, "q7"),
     "abandoned_queues": lambda d, s: routing.abandoned_queues(d, s, SECOND),
     "forget_dead_consumers": lambda d, s: routing.forget_dead_consumers(d, s, SECOND),
-    "expired_messages": lambda d, s: routing.expired_messages(d, s, LIMIT),
+    "expired_messages": lambda d, s: routing.expired_messages(d, s, 0, LIMIT),
     "revoke": lambda d, s: routing.revoke(d, s, ["t7"], SECOND),
     "revoked_among": lambda d, s: routing.revoked_among(d, s, ["t7", "t8", "t9"]),
     "waiting_messages": lambda d, s: routing.waiting_messages(d, s, "t7"),

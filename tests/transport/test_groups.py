@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import subprocess
 import sys
 import threading
@@ -218,6 +219,67 @@ def test_what_waits_is_written_before_a_slow_source_is_asked_again(
     assert written(queue) == names(20)
 
 
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread writes what waits, and with the time that is really set."""
+    monkeypatch.setattr(groups, "LONGEST", 0.05)
+    monkeypatch.setattr(groups, "_watch", groups._Watch())
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_source_may_wait_for_its_own_members(noop: Any, queue: DBQueue) -> None:
+    """As one does that keeps no more than so many of its tasks at work."""
+
+    def members() -> Iterator[Any]:
+        for number, member in enumerate(named(noop, 30)):
+            if number in (20, 25):
+                wait_for(lambda n=number: len(written(queue)) >= n - 5, 10, "they wait for their source")  # type: ignore[misc]
+            yield member
+
+    group(members()).apply_async()
+    assert written(queue) == names(30)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_group_in_a_forked_child_is_watched_too(noop: Any, queue: DBQueue, broker_url: str) -> None:
+    group(named(noop, 3)).apply_async()
+    child = os.fork()
+    if not child:
+        try:
+            own = task_of(Celery("child", broker=broker_url, set_as_current=False))
+            own.app.conf.task_default_queue = "q"
+            members = named(own, 3, 13)
+
+            def slow() -> Iterator[Any]:
+                for number, member in enumerate(members):
+                    if number == 9:
+                        wait_for(lambda: len(written(queue)) > 3 + 5, 10)
+                    yield member
+
+            group(slow()).apply_async()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert written(queue) == names(13)
+
+
+@pytest.mark.usefixtures("watched")
+def test_what_is_refused_while_the_source_is_slow_is_told(noop: Any, queue: DBQueue, database: str) -> None:
+    forbid(queue, database)
+
+    def members() -> Iterator[Any]:
+        for number, member in enumerate(named(noop, 60)):
+            if number == 30:
+                wait_for(lambda: "m-0021" in written(queue), 10)
+            yield member
+
+    with pytest.raises(DatabaseError):
+        group(members()).apply_async()
+    assert "m-0020" not in written(queue)
+    assert "m-0050" not in written(queue), "the error came late"
+
+
 def chord_of(noop: Any, members: list[Any]) -> Any:
     return chord(members, noop.si())
 
@@ -328,9 +390,7 @@ def check_error(noop: Any, queue: DBQueue, published: list[str], how: str, error
     assert written(queue) == published
 
 
-def test_what_the_database_refuses_takes_no_other_with_it(
-    noop: Any, queue: DBQueue, database: str, published: list[str]
-) -> None:
+def forbid(queue: DBQueue, database: str) -> None:
     """Somebody's own rule on our table."""
     rules = [
         "ALTER TABLE dbqueue_jobs ADD CONSTRAINT theirs CHECK (task_id NOT IN ('m-0020', 'm-0119'))",
@@ -338,6 +398,12 @@ def test_what_the_database_refuses_takes_no_other_with_it(
         "BEGIN SELECT RAISE(ABORT, 'no'); END",
     ]
     queue.database.run(lambda session: session.execute(rules[database == "sqlite"]))
+
+
+def test_what_the_database_refuses_takes_no_other_with_it(
+    noop: Any, queue: DBQueue, database: str, published: list[str]
+) -> None:
+    forbid(queue, database)
     with pytest.raises(DatabaseError):
         group(named(noop, 120)).apply_async()
     assert written(queue) == [name for name in published if name != "m-0020"]
