@@ -71,7 +71,7 @@ def test_any_json_value_comes_back_equal(queue: DBQueue, tasks: Tasks) -> None:
     values = [None, True, -(1 << 63), 1.0, 1e300, "ü\x00", [1, [2.5, {}]], {"a": {"b": [None]}, "": False}]
     tasks.add.apply_async((values, "y", 3), {"named": values})
     tasks.add.apply_async([(1, (2,))], {"y": {"k": (3,)}})
-    drained(queue)
+    drained(queue, slots=1)
     assert tasks.seen == [(values, "y", 3, {"named": values}), ([1, [2]], {"k": [3]})], "a tuple comes back as a list"
     assert [type(a) for a in tasks.seen[0][0]] == [type(a) for a in values]
 

@@ -309,6 +309,9 @@ def test_a_second_claim_of_a_job_whose_answers_were_lost(
 
     # The retry is promoted by somebody else while this worker is away.
     monkeypatch.setattr(dialect, "turn", losing)
+    monkeypatch.setattr(
+        "dbqueue.runtime.connection.SECOND_RELEASE", 60.0
+    )  # handed back at the reconnect, not at the second look
     with in_thread(queue, slots=1):
         ref = job.enqueue()
         told.wait(events.DatabaseTrouble)
@@ -320,7 +323,7 @@ def test_a_second_claim_of_a_job_whose_answers_were_lost(
         found = wait_state(queue, ref.id, "succeeded")
     assert len(lost) == 2
     assert (found.attempt, found.lapses) == (2, 0)
-    assert runs[1] - runs[0] < 1.5, "handed back at the reconnect, not at the second look two seconds later"
+    assert runs[1] - runs[0] < 30
 
 
 @pytest.mark.req("D13")
